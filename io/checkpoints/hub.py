@@ -132,17 +132,22 @@ def _fetch(repository: str, revision: str, file: str) -> Path:
 
 
 @contextmanager
-def explained(key: str, repository: str, file: str, repo_type: Literal["model", "dataset"] = "model") -> Iterator[None]:
-    """Turn what the hub's library raises in the block into a ConfigError that says what to do."""
+def explained(
+    key: str, repository: str, file: str, repo_type: Literal["model", "dataset"] = "model", *, uses_cache: bool = True
+) -> Iterator[None]:
+    """Turn what the hub's library raises in the block into a ConfigError that says what to do.
+
+    uses_cache: whether the file would be read from the cache of that library.
+    """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:  # of the hub's own classes, of its HTTP library, or OSError
-        raise ConfigError(f"{key}: {repository}: {_reason(repository, file, error, repo_type)}") from None
+        raise ConfigError(f"{key}: {repository}: {_reason(repository, file, error, repo_type, uses_cache)}") from None
 
 
-def _reason(repository: str, file: str, error: Exception, repo_type: str) -> str:
+def _reason(repository: str, file: str, error: Exception, repo_type: str, uses_cache: bool) -> str:
     from huggingface_hub import errors
 
     command = f"hf download {'--repo-type dataset ' * (repo_type == 'dataset')}{repository}"
@@ -158,7 +163,9 @@ def _reason(repository: str, file: str, error: Exception, repo_type: str) -> str
         (
             (errors.LocalEntryNotFoundError, ConnectionError),
             f"no such folder (relative paths start at {Path.cwd()}), and {file} is not in the hub's cache, while the "
-            f"hub cannot be reached: give a local folder, or run `{command}` with a network",
+            f"hub cannot be reached: give a local folder, or run `{command}` with a network"
+            if uses_cache
+            else "the hub cannot be reached, and a stream does not read its cache; data.stream: null does",
         ),
         (
             errors.EntryNotFoundError,

@@ -72,7 +72,7 @@ def _hub_files(source: HubDataset) -> Iterable[StreamFile]:
     from huggingface_hub import HfApi
 
     names = file_names(source)
-    with hub.explained("data.path", source.hub, "it", "dataset"):
+    with hub.explained("data.path", source.hub, "it", "dataset", uses_cache=False):
         info = HfApi().dataset_info(source.hub, revision=source.commit, files_metadata=True, timeout=TIMEOUT_S)
     sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or () if sibling.size is not None}
     if unknown := [name for name in names if name not in sizes]:
@@ -168,7 +168,7 @@ def _fetch_of_hub(source: HubDataset, name: str, folder: Path) -> Path:
     """Fetch a file past the cache of huggingface_hub, which is never emptied."""
     from huggingface_hub import hf_hub_download
 
-    with hub.explained("data.path", source.hub, name, "dataset"):
+    with hub.explained("data.path", source.hub, name, "dataset", uses_cache=False):
         return Path(hf_hub_download(source.hub, name, repo_type="dataset", revision=source.commit, local_dir=folder))
 
 

@@ -85,4 +85,7 @@ def test_files_of_the_hub_go_past_its_cache(tmp_path: Path, monkeypatch: pytest.
         assert found.read_bytes() == texts["train-1.jsonl"]
         assert found.is_relative_to(tmp_path / "own")
         assert not any((tmp_path / "hub").rglob("*.jsonl"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ConfigError, match="the hub cannot be reached, and a stream does not read its cache"):
+            list_files([HubDataset(hub="owner/texts", commit=COMMIT)], SUFFIXES)
         hub.wait_closed()
