@@ -314,7 +314,7 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
     with evaluation_config(name, config, step) as settings:
         trainer = Trainer(args=settings)
         trainer._base = config.model  # not the model that is evaluated
-        trainer._tower = tower_of(name, config)
+        trainer._tower = tower_of(name)
         row = dict(trainer.train().evaluations[-1])
     del row["step"], row["epoch"]
     return row
@@ -344,7 +344,7 @@ def compute_logprobs(
             say(note)
         with pass_config(name, config, step) as settings:
             trainer = _PassTrainer(settings, missing, startup)
-            trainer._tower = tower_of(name, config)
+            trainer._tower = tower_of(name)
             try:
                 row = trainer.train().evaluations[-1]
             except InterruptedRunError:

@@ -242,7 +242,8 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
         num_rows = round(num_rows / part.share)
         batch_size = config.num_step_rows
         row = "answer" if rollouts else "row"
-        steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, row)}"
+        num_steps = num_rows / batch_size
+        steps = f"{num_steps:{'.3g' if num_steps < 1000 else '.0f'}} steps of {format_quantity(batch_size, row)}"
         about = "" if part.share == 1 else "about "
         yield f"an epoch is {about}{format_quantity(num_rows, row)}, {steps}"
 

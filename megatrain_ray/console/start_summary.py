@@ -89,7 +89,8 @@ def _describe_data(
     filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
     held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
     if config.data.held_out is None and not num_held_out:
-        key = "data.eval_path" if config.data.kind == "rollouts" else "data.eval_fraction"
+        shares = config.data.kind != "rollouts" and config.data.stream is None
+        key = "data.eval_fraction" if shares else "data.eval_path"
         held_out = f"; none held out ({key})"
     return (
         f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "

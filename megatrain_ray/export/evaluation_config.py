@@ -144,18 +144,17 @@ def _identity(model: ModelConfig) -> ModelIdentity:
     return ModelIdentity(settings, [file_identity(path) for path in (*source.weight_paths(), *code)])
 
 
-def tower_of(name: str | None, config: TrainConfig) -> ModelConfig | None:
-    """Return the model that a run began with, if features of images made by it are those of the run's saves.
+def tower_of(name: str | None) -> ModelConfig | None:
+    """Return the model that a run began with, if its saves have the same vision tower: if the run kept that frozen.
 
-    So they are unless the run trained the tower, or if the evaluation needs pixels only. Each export of a save is
-    another file, for which the cache would hold nothing. None: the evaluated model itself makes the features.
+    Each export of a save is another file, for which the cache holds no features of images.
 
-    The arguments are pass_config's.
+    name: as for pass_config.
     """
     if (files := run_of(name)) is None:
         return None
     run = files.read_config()
-    return run.model if run.train.vision == "frozen" or config.train.vision != "frozen" else None
+    return run.model if run.train.vision == "frozen" else None
 
 
 def run_of(name: str | None) -> RunFiles | None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain_ray.commands import evaluate
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.export.evaluation_config import evaluation_config
+from megatrain_ray.export.evaluation_config import evaluation_config, tower_of
 from megatrain_ray.planning.run_spec import planning_problem
 from tests.support.runs import cli_here, config, write_config
 from tests.support.tiny import build_tiny
@@ -54,6 +54,16 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str
     done = cli_here("eval", *(text.format(**names) for text in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert message.format(**names) in done.stderr
+
+
+def test_features_of_images_are_made_by_the_model_that_a_run_began_with(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tree = config(tmp_path, model)
+    tree["data"] |= {"kind": "sft", "images": True, "tokenizer": str(model)}
+    for tree["train"]["vision"], path in (("frozen", str(model)), ("all", None)):
+        write_config(tmp_path / "config.yaml", tree)
+        assert getattr(tower_of(str(tmp_path)), "path", None) == path
+    assert tower_of(str(model)) is tower_of(None) is None
 
 
 def test_other_data_stand_in_for_a_share_of_the_training_records(
