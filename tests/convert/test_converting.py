@@ -460,7 +460,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "max_samples: is of each data set there, and data.max_records of all in data.path together",
     ),
     "split off": (LLAMA_FACTORY, {"val_size": 100}, "val_size: 100: expected a share below 1"),
-    "media": (LLAMA_FACTORY, {"image_max_pixels": 262144}, "image_max_pixels: only texts are trained on"),
+    "media": (
+        LLAMA_FACTORY,
+        {"image_max_pixels": 262144},
+        "image_max_pixels: the model's own processor sets the size of images",
+    ),
     "best": (
         LLAMA_FACTORY,
         {"metric_for_best_model": "rouge"},

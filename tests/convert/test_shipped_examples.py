@@ -26,7 +26,7 @@ SHIPPED: dict[str, dict[str, Any]] = {
     for path, settings in files.items()
 }
 REFUSED = {
-    "examples/train_lora/qwen3vl_lora_sft.yaml": "image_max_pixels: only texts are trained on",
+    "examples/train_lora/qwen3vl_lora_sft.yaml": "image_max_pixels: the model's own processor sets the size",
     "examples/train_qlora/qwen3_lora_sft_otfq.yaml": "quantization_bit: a quantised base is not trained",
     "examples/extras/dft/qwen2_full_sft.yaml": "use_dft_loss: the loss is cross-entropy",
     "examples/llama-3/qlora-1b.yml": "adapter: qlora: adapters are plain LoRA pairs beside an unquantised base",
