@@ -179,7 +179,9 @@ def read_image(source: Any, folder: Path) -> StoredImage:
             )
         return StoredImage(path.read_bytes(), [str(path.absolute()), *identity])
     except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror} (relative paths start at {folder})") from None
+        raise RecordError(
+            f"cannot read {path}: {error.strerror} (relative paths start at {folder.absolute()})"
+        ) from None
 
 
 def _decoded(url: str) -> bytes:

@@ -82,7 +82,7 @@ GOOD = {
     "other name than format": turns(image(path="grey.gif"), "Q"),
 }  # fmt: skip
 BAD = {
-    "missing": (turns(image(path="no.png"), "Q"), "image 1: cannot read FOLDER/no.png: No such file or directory"),
+    "missing": (turns(image(path="no.png"), "Q"), "No such file or directory (relative paths start at FOLDER)"),
     "folder": (turns(image(path="folder.png"), "Q"), "image 1: cannot read FOLDER/folder.png: Is a directory"),
     "pipe": (turns(image(path="pipe.png"), "Q"), "image 1: cannot read FOLDER/pipe.png: it is a pipe"),
     "NUL": (turns(image(path="a\0.png"), "Q"), "its name holds a NUL character"),
