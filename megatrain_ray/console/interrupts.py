@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from megatrain_ray.errors import InterruptedRunError
+
 STDERR = 2
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ray leaves SIGINT to the driver, and not these
 SIGNALS = (signal.SIGINT, *ENDINGS)
@@ -53,9 +55,12 @@ class Interrupts:
         finally:
             self._puts_off = False
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Raise KeyboardInterrupt for another error if one was raised before: Transformers makes such of it."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._raised and error is not None and not isinstance(error, KeyboardInterrupt | InterruptedRunError):
+            raise KeyboardInterrupt from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._raised:

@@ -141,6 +141,15 @@ def test_one_in_code_of_torch_comes_after_it() -> None:
     assert ended
 
 
+def test_one_that_a_library_makes_another_error_of_is_told_as_one() -> None:
+    """As the import of a module of Transformers does."""
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            raise ModuleNotFoundError("Could not import module") from error
+
+
 def test_what_is_cleaned_up_is_not_broken_off() -> None:
     cleaned = []
     with Interrupts():

@@ -148,7 +148,11 @@ def test_each_tower_that_is_trained_is_compared() -> None:
     assert sorted(PICTURED[name].model["model_type"] for name in TRAINED) == sorted(TRAINED_TOWERS)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+# What of these towers differs from the others' is in discovery (tests/engine/discovery/test_vision_layers.py).
+LONG = ("Qwen2-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in TRAINED])
 def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some micro-batches hold no image, and a whole step holds none. The model gets the images of a row together."""
     data, family = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch), PICTURED[name]
