@@ -148,7 +148,7 @@ def test_each_tower_that_is_trained_is_compared() -> None:
     assert sorted(PICTURED[name].model["model_type"] for name in TRAINED) == sorted(TRAINED_TOWERS)
 
 
-# What of these towers differs from the others' is in discovery (tests/engine/discovery/test_vision_layers.py).
+# Only in make test-all: these towers resemble those of the others.
 LONG = ("Qwen2-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")
 
 
