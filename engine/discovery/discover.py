@@ -21,7 +21,13 @@ from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_tri
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
 from megatrain_ray.engine.model.flops import have_backward
-from megatrain_ray.engine.model.images import GivenImages, answer_features, everywhere, image_bytes, num_trial_tokens
+from megatrain_ray.engine.model.images import (
+    GivenImages,
+    answer_features,
+    image_bytes,
+    images_at_every_token,
+    num_trial_tokens,
+)
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.errors import ConfigError
@@ -141,11 +147,11 @@ def _run(
 def _imagined_images(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor | None, *, tower: bool
 ) -> tuple[GivenImages, int]:
-    """Return images everywhere, and of how many tokens the tower, if it runs, gets some; make the model take them."""
+    """Make the model take images. Return images at every token, and the tokens that the tower gets of them."""
     base = getattr(model, str(model.base_model_prefix))
     answer_features(base, trained=tower)
     count, dtype = num_trial_tokens(base, ids.numel()) if tower else 0, next(model.parameters()).dtype
-    return everywhere(base, ids, positions, dtype, trained=tower, num_tokens=count), count
+    return images_at_every_token(base, ids, positions, dtype, trained=tower, num_tokens=count), count
 
 
 def _activation_bytes(

@@ -247,7 +247,11 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
-        if torch.Tag.dynamic_output_shape in func.tags and self._knows(given := tensors_in((args, kwargs))) and given:
+        if (
+            torch.Tag.dynamic_output_shape in func.tags
+            and self._are_known(given := tensors_in((args, kwargs)))
+            and given
+        ):
             return self._computed(func, args, kwargs or {})
         answer = _answer(func, args, kwargs or {})
         if answer is not None:
@@ -273,16 +277,18 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tensors_in((args, kwargs))
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # of torch.tensor
             self._known[id(result)] = (result, args[0])
-        elif (given or func._opname == "arange") and self._knows(given):
+        elif (given or func._opname == "arange") and self._are_known(given):
             self._known |= {
                 id(fake): (fake, real)
-                for fake, real in zip(tensors_in(result), tensors_in(self._truly(func, args, kwargs)), strict=True)
+                for fake, real in zip(
+                    tensors_in(result), tensors_in(self._computed_truly(func, args, kwargs)), strict=True
+                )
             }
 
-    def _knows(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def _are_known(self, tensors: Iterable[torch.Tensor]) -> bool:
         return all(id(tensor) in self._known for tensor in tensors)
 
-    def _truly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _computed_truly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operation on known values gives."""
         real_args, real_kwargs = tree_map(
             lambda value: self._known[id(value)][1] if isinstance(value, torch.Tensor) else value,
@@ -301,7 +307,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[id(made)] = (made, real)
             return made
 
-        return tree_map(fake, self._truly(func, args, kwargs))
+        return tree_map(fake, self._computed_truly(func, args, kwargs))
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

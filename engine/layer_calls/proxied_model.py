@@ -29,7 +29,7 @@ from megatrain_ray.engine.model.images import (
     GivenImages,
     answer_features,
     arguments_of,
-    everywhere,
+    images_at_every_token,
     uploaded,
 )
 from megatrain_ray.engine.model.micro_batch import MicroBatch
@@ -119,9 +119,9 @@ class ProxiedModel:
     def forward_of_images(
         self, input_ids: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype
     ) -> Callable[[], Any]:
-        """Return a forward in which every token is one of an image. The arguments are those of `everywhere`."""
+        """Return a forward in which every token is one of an image. Arguments: as for images_at_every_token."""
         ids = torch.full_like(input_ids, self._base.config.image_token_id)  # type: ignore[union-attr, arg-type]
-        given = everywhere(self._base, ids, positions, dtype, trained=self._has_tower)
+        given = images_at_every_token(self._base, ids, positions, dtype, trained=self._has_tower)
         return partial(self.forward, ids, positions, given)
 
     def generate(self, input_ids: torch.Tensor, head: str, **arguments: Any) -> Any:

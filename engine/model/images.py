@@ -210,7 +210,7 @@ def num_trial_tokens(base: nn.Module, num_tokens: int) -> int:
     return min(num_tokens, MOST_TRIAL_TOKENS) if num_entries(base.config) == 1 else num_tokens
 
 
-def everywhere(
+def images_at_every_token(
     base: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, *, trained: bool,
     num_tokens: int | None = None,
 ) -> GivenImages:  # fmt: skip

@@ -57,11 +57,11 @@ Row = tuple[int, str]  # bytes, and the formula that they come from
 class ActivationRows(NamedTuple):
     """Holds the rows of activations and of computing, which do not depend on where weights, state and gradients are.
 
-    Complete gradients may take the place of activations that are gone.
+    Gradients that wait on the device may take the place of activations that are gone. The other fields say by layer how
+    much of the memory that they share is taken: all of it, or the pool of settled inputs only (settle.py).
 
-    held: for each layer the bytes of its activations there.
-    beyond: for each layer the bytes there when its backward needs most, beyond the most that rows count. None is above
-        0, and they are negative where later layers' activations are gone.
+    held: bytes of the layer's own activations, of all live micro-batches.
+    beyond: bytes taken during the layer's backward, less the most that `rows` count; never above 0.
     """
 
     rows: dict[str, Row]
@@ -130,7 +130,7 @@ def activation_rows(
     # Inputs that settled leave no room for work, but for gradients (settle.py).
     released = kept if plan.settles else [mine + entering for mine, entering in zip(kept, inputs, strict=True)]
     in_fp8 = fp8_bytes(plan, structure)
-    backward = zip(backwards_bytes(plan, layout, activations), released, strict=True)
+    backward = zip(backward_bytes_by_layer(plan, layout, activations), released, strict=True)
     loss = loss_bytes(plan, structure, layout, objective, beside=beside_loss(plan, activations))
     works = [*(b + in_fp8 - gone for b, gone in backward), max(loss, norm_bytes(plan, activations))]
     work = max(works)
@@ -281,7 +281,7 @@ def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> in
     return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
-def backwards_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> Sequence[int]:
+def backward_bytes_by_layer(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> Sequence[int]:
     """Return for each layer but the head the bytes that its backward holds beyond what was kept.
 
     These are what it recomputes, the gradients of kept tensors and of weights, and both boundaries. If gradients are

@@ -23,7 +23,7 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import chunk_tokens
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
     activation_rows,
-    backwards_bytes,
+    backward_bytes_by_layer,
     beside_loss,
     device_memory_items,
     muon_row,
@@ -236,7 +236,7 @@ class PlanBuilder:
         """
         plan = _changed(self._placement(candidate).base, layers=self._layers_in_memory(candidate))
         beside = beside_loss(plan, self.activations)
-        backward = max(backwards_bytes(plan, self.layout, self.activations))
+        backward = max(backward_bytes_by_layer(plan, self.layout, self.activations))
         return chunk_tokens(
             plan, self.structure, self.layout, beside=beside, backward=backward,
             objective=self.request.objective, small=self.request.small_logits,

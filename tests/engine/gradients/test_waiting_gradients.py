@@ -5,13 +5,16 @@ Bits are the same, the slab is small, and the next forward does not wait for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Event
@@ -100,3 +103,37 @@ def test_one_that_cannot_leave_ends_what_comes_next(tmp_path: Path, steps: int) 
         train_engine(
             tmp_path, tiny_batches(steps), recipe, mode, make_device=lambda timeline, threads: Broken(timeline, threads)
         )
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_they_are_allocated_where_inputs_settle(tmp_path: Path, name: str) -> None:
+    """They outlive a layer's work, too, and take the place that inputs leave (Plan.settles)."""
+    sizes: list[int] = []
+
+    class Recording(CpuDevice):
+        @contextmanager
+        def settling(self) -> Iterator[None]:
+            with _Sizes(sizes):
+                yield
+
+    mode, micro_batch_size = MODES[name]
+    build_tiny(tmp_path, num_layers=BLOCKS)
+    recipe = Recipe(1, precision="bf16", micro_batch_size=micro_batch_size)
+    result = train_engine(
+        tmp_path, tiny_batches(1), recipe, mode, make_device=lambda timeline, threads: Recording(timeline, threads)
+    )
+    plan = result.plan
+    assert plan.gradients_on_device and plan.settles == (name == "layers outer")
+    assert len(sizes) == (len(plan.gradients_on_device) if plan.settles else 0)
+
+
+class _Sizes(TorchFunctionMode):
+    """Notes the bytes of each region that is allocated without a value."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            self._sizes.append(args[0])
+        return func(*args, **kwargs or {})

@@ -28,7 +28,7 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
 )
 from megatrain_ray.engine.planner.memory.device_bytes import (
     activation_rows,
-    backwards_bytes,
+    backward_bytes_by_layer,
     beside_loss,
     waiting_row,
 )
@@ -115,7 +115,7 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     structure, activations = shape()
     activations = activations.times(64)
     plan, layout = planned(64), structure.layout()
-    backward, beside = max(backwards_bytes(plan, layout, activations)), beside_loss(plan, activations)
+    backward, beside = max(backward_bytes_by_layer(plan, layout, activations)), beside_loss(plan, activations)
     of_loss = loss_bytes(plan, structure, layout, NOTHING, beside=beside)
     assert planned(1).compute.loss_chunk_tokens == 1024
     assert 0.5 * backward < of_loss <= backward
@@ -153,7 +153,7 @@ def test_a_backward_takes_the_place_of_activations_that_are_gone_by_then(num_mic
     layers = tuple(replace(layer, activations=policy) for layer, policy in zip(plan.layers, policies, strict=True))
     plan = replace(plan, layers=layers, gradients=replace(plan.gradients, sums=Tier.HOST))
     assert plan.gradients_allocated_on_demand and plan.settles == (num_micro_batches > 1)
-    alone = backwards_bytes(plan, layout, activations)
+    alone = backward_bytes_by_layer(plan, layout, activations)
     rows = activation_rows(plan, structure, layout, activations, NOTHING)
     kept, entering = (num_micro_batches * num_bytes for num_bytes in (activations.kept[3], layers[3].boundary_bytes))
     # Blocks 1 to 4. The input of the block behind each has made way for its gradient.
