@@ -1,6 +1,6 @@
 """Measures training on images: tokens/s beside text of the same length, and answers that a model has memorised.
 
-    python -m benchmarks.images OUT.json [--commit ID] [--steps 6] [--updates 400] [--layers 28] [key=value …]
+    python -m benchmarks.images OUT.json [--commit ID] [--steps 6] [--updates 1200] [--layers 28] [key=value …]
 
 Speed: a model of the shape of Qwen2-VL-2B with random weights, 16 chats of 1024 tokens a step. Most tokens are those of
 one image, whose features the frozen tower has computed before. Then as many tokens of text. Rows of the first two steps
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args(arguments)
