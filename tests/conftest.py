@@ -180,7 +180,7 @@ def running_threads() -> set[threading.Thread]:
 
     Daemons of shards are included.
     """
-    return {t for t in threading.enumerate() if not t.daemon or t.name.startswith("shard ")}
+    return {t for t in threading.enumerate() if t.is_alive() and (not t.daemon or t.name.startswith("shard "))}
 
 
 def open_files() -> Counter[str]:

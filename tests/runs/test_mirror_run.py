@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,16 @@ def test_a_run_goes_on_from_its_mirror(
     path = str(write_config(tmp_path / "config.yaml", tree))
     url = f"{objects.url}/runs/one"
     six_steps = path, "train.steps=6", f"save_mirror={url}"
-    restart = _server_dies(objects, r"PUT .*step_2/part_0\.m")
-
+    dead, restart = _server_dies(objects, r"PUT .*step_2/part_0\.m")
     mirror_saved = SaveMirror.saved
-    monkeypatch.setattr(SaveMirror, "saved", lambda self, step: (step == 4 and restart(), mirror_saved(self, step)))
+
+    def saved(mirror: SaveMirror, step: int) -> None:
+        mirror_saved(mirror, step)
+        assert dead.wait(60), "the upload of step 2 is under way"
+        if step == 4:
+            restart()
+
+    monkeypatch.setattr(SaveMirror, "saved", saved)
     done = train(*six_steps, "train.steps=4")
     assert done.returncode == 0, done.stderr
     assert [row["mirror_lag"] for row in rows(tmp_path / "first")] == [1, 2, 3, 4], "no step waits for the mirror"
@@ -51,7 +58,7 @@ def test_a_run_goes_on_from_its_mirror(
     assert [re.findall(r"step_\d", name) for name in puts] == [["step_2"], ["step_4"]], "save_keep: 1 waits for uploads"
     assert train(path, "train.steps=6").returncode == 0
 
-    restart = _server_dies(objects, r"PUT .*step_6/part_0\.m")
+    _, restart = _server_dies(objects, r"PUT .*step_6/part_0\.m")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_mirror, "PAUSES_S", ())
         failed = train(*six_steps)
@@ -82,16 +89,17 @@ def test_a_run_goes_on_from_its_mirror(
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode() not in everything
 
 
-def _server_dies(objects: Bucket, request: str) -> Callable[[], None]:
-    """Kill the server when it is asked something. Return what starts one with the objects that were there."""
-    confirmed = dict[str, bytes]()
+def _server_dies(objects: Bucket, request: str) -> tuple[threading.Event, Callable[[], None]]:
+    """Kill the server when it is asked something. Return what is set then, and what starts one with its objects."""
+    confirmed, dead = dict[str, bytes](), threading.Event()
 
     def die() -> None:
         confirmed.update({name: objects.get(name) for name in objects.names()})
         objects.server.kill()
+        dead.set()
 
     objects.server.calls[request] = die
-    return lambda: objects.restart_server(confirmed)
+    return dead, lambda: objects.restart_server(confirmed)
 
 
 def _is_exported(folder: Path, objects: Bucket, url: str) -> None:
