@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from megatrain_ray.cli import _parsers
+from megatrain_ray.command_line import make_parsers
 from megatrain_ray.config.schema import TrainConfig
 
 LIST = Path(__file__).with_name("surface.txt")
@@ -45,5 +45,5 @@ def options(parser: argparse.ArgumentParser, command: str = "megatrain") -> Iter
 
 
 def test_keys_and_options_are_those_of_the_list() -> None:
-    found = [*sorted(set(keys())), *sorted(set(options(_parsers()[0])))]
+    found = [*sorted(set(keys())), *sorted(set(options(make_parsers()[0])))]
     assert found == LIST.read_text().splitlines()
