@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from ray._private import ray_constants, services
 from megatrain_ray.crew import ray_cluster
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.errors import MegatrainError
+from tests.support.ray_head import commands_under
 
 
 def listening() -> dict[str, str]:
@@ -35,7 +37,7 @@ def test_nothing_listens_elsewhere(ray_address: str) -> None:
 
 
 def test_helpers_that_no_run_needs_are_not_started(ray_address: str) -> None:
-    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    commands = [" ".join(words) for _, words in commands_under(os.getpid())]
     assert any("log_monitor.py" in command for command in commands)
     assert not [c for c in commands if "_private/monitor.py" in c or "dashboard/dashboard.py" in c]
 

@@ -20,7 +20,7 @@ import pytest
 
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.run.run_processes import _read as recorded
-from tests.support.ray_head import Head, end_family, ray_head
+from tests.support.ray_head import Head, commands_under, end_family, ray_head
 from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, rows, write_config
 from tests.support.tiny import build_tiny
 
@@ -148,8 +148,8 @@ def test_a_job_goes_on_after_its_driver_and_after_rays_own_processes_were_killed
 
 
 def driver_of(head: Head) -> psutil.Process:
-    family = head.process.children(recursive=True)
-    return next(process for process in family if process.cmdline()[1:4] == ["-m", "megatrain_ray", "train"])
+    started = commands_under(head.process.pid)
+    return next(psutil.Process(pid) for pid, words in started if words[1:4] == ["-m", "megatrain_ray", "train"])
 
 
 def assert_left_out(head: Head) -> None:

@@ -120,6 +120,13 @@ def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)  # for the head, not for the test
 
 
+def commands_under(pid: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the process ids of a process's descendants, and what each was started with. One that ends is left out."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie, too, has no words
+            yield process.pid, process.cmdline()
+
+
 def end_family(process: subprocess.Popen[bytes] | psutil.Process) -> None:
     """Kill the process and its descendants by process id, at once: a head that is told to stop takes half a minute.
 

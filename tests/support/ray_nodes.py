@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from ray.util import get_node_ip_address
 
-from tests.support.ray_head import RAY, START_S, end_family, free_ports
+from tests.support.ray_head import RAY, START_S, commands_under, end_family, free_ports
 
 STARTED = "Ray runtime started"
 COMMON = ("--block", "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={80 << 20}")
@@ -61,8 +60,7 @@ class Nodes:
 
 def actors_of(node: subprocess.Popen[bytes], kind: str) -> list[int]:
     """Return the pids of a node's processes whose actor is of this class."""
-    family = psutil.Process(node.pid).children(recursive=True)
-    return [process.pid for process in family if (process.cmdline() or [""])[0].startswith(f"ray::{kind}")]
+    return [pid for pid, words in commands_under(node.pid) if words and words[0].startswith(f"ray::{kind}")]
 
 
 @contextmanager
