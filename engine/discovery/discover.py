@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.compile_trial import try_compiling
+from megatrain_ray.engine.discovery.fake_answers import Answers
 from megatrain_ray.engine.discovery.find_structure import StructureFinder
 from megatrain_ray.engine.discovery.measure_activations import activation_bytes_of
 from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
-from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
+from megatrain_ray.engine.discovery.trial_forward import Trial, run_trial
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
 from megatrain_ray.engine.model.flops import have_backward
@@ -43,7 +44,21 @@ class TracedModel(NamedTuple):
     num_image_tokens: int = 0  # that a vision tower got in the trial
 
 
-Trials = dict[Hashable, TracedModel]  # keyed by everything that a trial forward depends on
+class TrialSetup(NamedTuple):
+    """Holds what a trial forward of a model depends on."""
+
+    dtype: torch.dtype
+    batch: tuple[int, int]  # sequences, and tokens of each
+    attention: Attention
+    packed: bool
+    images: bool
+    tower: bool
+    # Whether all parameters need a gradient, and not only those that are trained. Then every output of a layer has a
+    # graph, which distinguishes it from a mask.
+    all_trained: bool = True
+
+
+Trials = dict[TrialSetup, TracedModel]
 
 
 def discover(
@@ -77,64 +92,57 @@ def discover(
     Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and for `rules`
     or `block_parts` that do not fit the model.
     """
-    trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
-
-    def run(*, all_trained: bool) -> TracedModel:
-        key = dtype, batch, attention, packed, images, tower, all_trained
-        if key not in trials:
-            trials[key] = _run(
-                factory, dtype, rules, batch, attention,
-                packed=packed, images=images, tower=tower, all_trained=all_trained,
-            )  # fmt: skip
-        return trials[key]
-
-    with (tried := run(all_trained=True)).mode, Answers():
-        model, trial = tried.model, tried.trial
+    trials = {} if trials is None else trials
+    setup = TrialSetup(dtype, (micro_batch_size, seq_len), attention, packed, images, tower)
+    tried = _traced(factory, rules, setup, trials)
+    model = tried.model
+    with tried.mode, Answers():
         finder = StructureFinder(
-            model, dtype, trial, tried.groups, micro_batch_size, block_parts, tried.num_image_tokens
+            model, dtype, tried.trial, tried.groups, micro_batch_size, block_parts, tried.num_image_tokens
         )
         structure = finder.structure()
         structure = with_muon(structure, model) if rules.muon else structure
-        activations = _activation_bytes(tried, structure, attention, batch)
+    if finder.readers:
+        check_outside_reads(factory, structure, finder.readers)
+    activations = _activation_bytes(tried, structure, setup)
+    if structure.has_frozen:
+        tried = _traced(factory, rules, setup._replace(all_trained=False), trials)
+        activations = _with_frozen(activations, structure, _activation_bytes(tried, structure, setup))
     if images:
         num_bytes = image_bytes(model, dtype, micro_batch_size * seq_len, trained=tower)
         activations = replace(activations, images=num_bytes)
-    if finder.readers:
-        check_outside_reads(factory, structure, finder.readers)
-    if structure.has_frozen:
-        tried = run(all_trained=False)
-        with tried.mode, Answers():
-            less = _activation_bytes(tried, structure, attention, batch)
-        # Below a projector, blocks of a frozen tower keep nothing, though they stand above a trained embedding.
-        idle = [i for i, has in enumerate(have_backward(structure)) if not has]
-        activations = activations.above(structure.lowest_trained, less).scaled(idle, 0.0)
     if structure.is_divided or not chunked:
         activations = replace(activations, chunked=None)
-    if not compiled or structure.is_divided:
-        return structure, activations
-    with tried.mode:
-        return structure, _with_compiled(activations, structure, tried)
+    if compiled and not structure.is_divided:
+        activations = _with_compiled(activations, structure, tried)
+    return structure, activations
 
 
-def _run(
-    factory: ModelFactory, dtype: torch.dtype, rules: ParameterRules, batch: tuple[int, int], attention: Attention,
-    *, packed: bool, images: bool, tower: bool, all_trained: bool,
-) -> TracedModel:  # fmt: skip
+def _traced(factory: ModelFactory, rules: ParameterRules, setup: TrialSetup, trials: Trials) -> TracedModel:
+    """Return the trial with this setup. Run it and add it to `trials` if it is not there."""
+    if setup not in trials:
+        trials[setup] = _run(factory, rules, setup)
+    return trials[setup]
+
+
+def _run(factory: ModelFactory, rules: ParameterRules, setup: TrialSetup) -> TracedModel:
+    packed = setup.packed
     with FakeTensorMode() as mode, Answers():
         with _conversions():
-            model = factory(dtype)
+            model = factory(setup.dtype)
         groups = rules.assign(model)  # before `requires_grad` is changed: what the model itself freezes stays frozen
         for name, parameter in model.named_parameters():
-            # all_trained: then every output of a layer has a graph, which distinguishes it from a mask.
-            trained = parameter.is_floating_point() if all_trained else groups[name].trained
+            trained = parameter.is_floating_point() if setup.all_trained else groups[name].trained
             parameter.requires_grad_(trained)
         model.train()
-        ids = torch.zeros(batch, dtype=torch.int64)
+        ids = torch.zeros(setup.batch, dtype=torch.int64)
         positions = torch.zeros_like(ids) if packed else None
         try:
-            given, num_image_tokens = _imagined_images(model, ids, positions, tower=tower) if images else (None, 0)
-            with imagined_masks(model, attention, packed=packed):
-                trial = run_trial(model, ids, positions, given)
+            images, num_image_tokens = None, 0
+            if setup.images:
+                images, num_image_tokens = _imagined_images(model, ids, positions, tower=setup.tower)
+            with imagined_masks(model, setup.attention, packed=packed):
+                trial = run_trial(model, ids, positions, images)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             hint = "; with data.packing: false it is given no positions" if packed else ""
@@ -154,13 +162,22 @@ def _imagined_images(
     return images_at_every_token(base, ids, positions, dtype, trained=tower, num_tokens=count), count
 
 
-def _activation_bytes(
-    tried: TracedModel, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
-) -> ActivationBytes:
+def _activation_bytes(tried: TracedModel, structure: ModelStructure, setup: TrialSetup) -> ActivationBytes:
     """Return the bytes of a trial's activations; those in a vision tower as if it had got an image for every token."""
-    found = activation_bytes_of(tried.model, tried.trial, structure, attention, batch)
-    of_images = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
-    return found.scaled(of_images, math.prod(batch) / tried.num_image_tokens) if of_images else found
+    with tried.mode, Answers():
+        found = activation_bytes_of(tried.model, tried.trial, structure, setup.attention, setup.batch)
+    vision_layers = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
+    return found.scaled(vision_layers, math.prod(setup.batch) / tried.num_image_tokens) if vision_layers else found
+
+
+def _with_frozen(activations: ActivationBytes, structure: ModelStructure, less: ActivationBytes) -> ActivationBytes:
+    """Return `activations`, measured with all parameters trained, without what is kept for frozen parameters only.
+
+    less: measured with these frozen.
+    """
+    # Below a projector, blocks of a frozen tower keep nothing, though they stand above a trained embedding.
+    idle = [i for i, has in enumerate(have_backward(structure)) if not has]
+    return activations.above(structure.lowest_trained, less).scaled(idle, 0.0)
 
 
 @contextmanager
@@ -188,11 +205,13 @@ def _conversions() -> Iterator[None]:
 
 def _with_compiled(activations: ActivationBytes, structure: ModelStructure, tried: TracedModel) -> ActivationBytes:
     """Return `activations` with those of compiled layers, and of compiled layers whose MLPs are computed in chunks."""
-    whole = try_compiling(tried.model, structure, tried.trial)
-    activations = replace(activations, compiled=whole)
-    if activations.chunked is None:
-        return activations
-    pairs = zip(whole, try_compiling(tried.model, structure, tried.trial, chunked=True), strict=True)
+    with tried.mode:
+        whole = try_compiling(tried.model, structure, tried.trial)
+        activations = replace(activations, compiled=whole)
+        if activations.chunked is None:
+            return activations
+        in_chunks = try_compiling(tried.model, structure, tried.trial, chunked=True)
     # A layer that cannot be compiled with its MLP whole is not compiled in chunks, either.
-    compiled = tuple(chunks if of_whole and of_whole.budgets else of_whole for of_whole, chunks in pairs)
+    pairs = zip(whole, in_chunks, strict=True)
+    compiled = tuple(chunks if trial and trial.budgets else trial for trial, chunks in pairs)
     return replace(activations, chunked=replace(activations.chunked, compiled=compiled))

@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial, tensors_in
+from megatrain_ray.engine.discovery.fake_answers import Answers
+from megatrain_ray.engine.discovery.trial_forward import Trial, run_trial, tensors_in
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.layer_calls.proxied_model import ProxiedModel

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.discovery.trial_forward import Answers
+from megatrain_ray.engine.discovery.fake_answers import Answers
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.parameter_rules import ParameterRules

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.discovery.trial_forward import FOLLOWED_BYTES, Answers
+from megatrain_ray.engine.discovery.fake_answers import FOLLOWED_BYTES, Answers
 from megatrain_ray.engine.model.attention import Attention, without_cache
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
