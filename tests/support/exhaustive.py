@@ -34,11 +34,12 @@ from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
 from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_chunk, mlp_chunk_tokens
-from megatrain_ray.engine.planner.memory.device_bytes import device_memory_items, kept_bytes, resident_bytes
+from megatrain_ray.engine.planner.memory.device_bytes import device_memory_items, resident_bytes
 from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, host_memory_items
 from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import LayersOnDisk
+from megatrain_ray.engine.planner.memory.work_bytes import kept_bytes
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds

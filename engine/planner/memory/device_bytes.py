@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate, groupby
 from operator import add
 from typing import NamedTuple
-
-import torch
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
@@ -16,34 +14,20 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
-from megatrain_ray.engine.plan.plan import ALLOCATOR, CONTEXT, EXCHANGE, ActivationPolicy, LayerPlan, MemoryItem, Plan
+from megatrain_ray.engine.plan.plan import ALLOCATOR, CONTEXT, EXCHANGE, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
+from megatrain_ray.engine.planner.memory.work_bytes import (
+    backward_bytes_by_layer,
+    beside_loss,
+    fp8_bytes,
+    kept_bytes,
+    norm_bytes,
+)
 from megatrain_ray.engine.planner.request import ObjectiveBytes
 from megatrain_ray.units import format_bytes
 
 EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
-# Peak memory of a compiled layer's backward, as a multiple of what the layer keeps with an activation budget of 1. It
-# includes what was kept, the gradient that enters, and no gradients of weights. Measured for layers of 16 × 1024 tokens
-# on an H200: up to 1.74 of Qwen2.5-7B, 1.62 of 14B (benchmarks/README.md, compiled layers).
-COMPILED_BACKWARD = 1.75
-# The same if the MLP is computed in chunks. Then attention's backward holds the most: its inputs and output, their
-# gradients, the FP32 sums that flash attention makes of these, and keys and values for every head. Measured for a layer
-# of Qwen2.5-7B with 131,072 tokens on an H200: 2.46 and 2.28 (attention recomputed and kept), chunks of 8192 to 32768.
-CHUNKED_BACKWARD = 2.5
-# What a compiled layer keeps in bf16, as a multiple of what it keeps in FP8, where inputs of matrices take one byte:
-# 135 and 93 MiB for 1024 tokens of Qwen2.5-14B, as traced. The gradients in its backward are bf16 either way.
-KEPT_IN_BF16 = 1.45
-# With this activation budget or less a backward recomputes nearly everything. It then holds all that the layer would
-# have kept and the gradients of all that at once, except four tensors of the boundary's size. This is 2 % more than was
-# measured for layers of Qwen2.5-7B and 14B on an H200.
-SMALL_BUDGET = 0.2
-# Share of a backward's peak that may still be allocated when the gradients of all weights are. A guess: with 4 to 64
-# sequences of 1024 tokens these gradients did not raise the peak.
-BESIDE_GRADIENTS = 0.6
-# Peak memory of an uncompiled norm's backward, as a multiple of what its forward keeps. This is RMSNorm's, whose
-# products are in FP32 (counted operation by operation).
-NORM_BACKWARD = 4
 # What torch's allocator may hold between tensors, as a share of the memory that it is asked for again and again, and at
 # most. It keeps pages of 20 MiB that are not full. The share is a guess: with room for more it held up to 1/12 of that
 # memory, and 6 GB.
@@ -57,8 +41,9 @@ Row = tuple[int, str]  # bytes, and the formula that they come from
 class ActivationRows(NamedTuple):
     """Holds the rows of activations and of computing, which do not depend on where weights, state and gradients are.
 
-    Gradients that wait on the device may take the place of activations that are gone. The other fields say by layer how
-    much of the memory that they share is taken: all of it, or the pool of settled inputs only (settle.py).
+    Gradients that wait on the device may take the place of activations that were released. `held` and `beyond` say by
+    layer how much of the memory that both share is taken: of all memory, or only of the pool of settled inputs
+    (settle.py).
 
     held: bytes of the layer's own activations, of all live micro-batches.
     beyond: bytes taken during the layer's backward, less the most that `rows` count; never above 0.
@@ -126,7 +111,7 @@ def activation_rows(
     block_bytes = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*block_bytes, 0], plan.layers, strict=True)]
-    inputs, kept = _gone(plan, stays, staying)
+    inputs, kept = _released(plan, stays, staying)
     # Inputs that settled leave no room for work, but for gradients (settle.py).
     released = kept if plan.settles else [mine + entering for mine, entering in zip(kept, inputs, strict=True)]
     in_fp8 = fp8_bytes(plan, structure)
@@ -148,31 +133,50 @@ def activation_rows(
             f"head gradient, tied ones{f'; {format_bytes(in_fp8)} of FP8 copies' if in_fp8 else ''}",
         ),
     }
-    if activations.images:
-        formula = f"{live} micro-batches × {format_bytes(activations.images)}, if all tokens are those of images"
-        rows["images"] = live * activations.images, formula
-    if objective.per_token:
-        num_tokens = plan.step.num_micro_batches * plan.step.micro_batch_size * plan.step.seq_len
-        formula = f"{num_tokens} tokens of a step × {objective.per_token}"
-        rows["teacher's predictions"] = num_tokens * objective.per_token, formula
-    if plan.device == "cuda":
-        between = min(ALLOCATOR_BYTES, int(ALLOCATOR_SHARE * sum(num_bytes for num_bytes, _ in rows.values())))
-        rows[ALLOCATOR] = between, "pages of torch's allocator that are not full"
-    context_bytes = plan.limits.context_bytes if plan.device == "cuda" else 0
-    rows[CONTEXT] = context_bytes, "CUDA context and kernels of libraries"
-    if plan.hosts.num_gpus > 1 and plan.device == "cuda":
-        count = 2 if plan.slots.gathered else 1
-        rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
-    if plan.step.captured:
-        rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
+    rows |= _data_rows(plan, activations, objective)
+    rows |= _library_rows(plan, sum(num_bytes for num_bytes, _ in rows.values()), work)
     if plan.settles:
         return ActivationRows(rows, tuple([live * b for b in stays]), (*(-gone for gone in inputs), 0))
     held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
     return ActivationRows(rows, held, tuple([num_bytes - work for num_bytes in works]))
 
 
-def _gone(plan: Plan, stays: Sequence[int], staying: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return for each layer but the head the bytes of inputs, and of what was kept, gone when its backward begins.
+def _data_rows(plan: Plan, activations: ActivationBytes, objective: ObjectiveBytes) -> dict[str, Row]:
+    """Return the rows of what comes with the batch besides its tokens."""
+    rows: dict[str, Row] = {}
+    if activations.images:
+        live = plan.step.num_live_micro_batches
+        formula = f"{live} micro-batches × {format_bytes(activations.images)}, if all tokens are those of images"
+        rows["images"] = live * activations.images, formula
+    if objective.per_token:
+        num_tokens = plan.step.num_micro_batches * plan.step.micro_batch_size * plan.step.seq_len
+        formula = f"{num_tokens} tokens of a step × {objective.per_token}"
+        rows["teacher's predictions"] = num_tokens * objective.per_token, formula
+    return rows
+
+
+def _library_rows(plan: Plan, tensor_bytes: int, work: int) -> dict[str, Row]:
+    """Return the rows of memory that torch, CUDA and NCCL take besides tensors.
+
+    tensor_bytes: bytes of tensors that are allocated again and again.
+    work: the part of them that computing takes.
+    """
+    rows: dict[str, Row] = {}
+    if plan.device == "cuda":
+        between = min(ALLOCATOR_BYTES, int(ALLOCATOR_SHARE * tensor_bytes))
+        rows[ALLOCATOR] = between, "pages of torch's allocator that are not full"
+    context_bytes = plan.limits.context_bytes if plan.device == "cuda" else 0
+    rows[CONTEXT] = context_bytes, "CUDA context and kernels of libraries"
+    if plan.hosts.num_gpus > 1 and plan.device == "cuda":
+        count = 2 if plan.slots.gathered else 1
+        rows[EXCHANGE] = count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers"
+    if plan.step.captured:
+        rows["beside the capture"] = work, "the work again, uncaptured: what a graph has nothing else can use"
+    return rows
+
+
+def _released(plan: Plan, stays: Sequence[int], staying: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return for each layer but the head the bytes of inputs, and of what was kept, released before its backward.
 
     stays: bytes of each layer's input, if it stays on the device, for one micro-batch.
     staying: the same for what layers keep.
@@ -182,43 +186,7 @@ def _gone(plan: Plan, stays: Sequence[int], staying: Sequence[int]) -> tuple[Seq
     """
     live, passes = plan.step.num_live_micro_batches, any(layer.boundary in ELSEWHERE for layer in plan.layers)
     inputs = [*stays[2:-1], 0 if passes else stays[-1], 0]
-    return _remaining([live * b for b in inputs]), _remaining([live * b for b in staying[1:]])
-
-
-def fp8_bytes(plan: Plan, structure: ModelStructure) -> int:
-    """Return the bytes of what the backward of one FP8 product rounds, of the largest one.
-
-    These are copies of the weight and the input, and two of the output's gradient. A layer that is not compiled makes
-    the widest of them in FP32, twice.
-    """
-    tokens = plan.step.micro_batch_size * plan.step.seq_len
-    compiled = all(layer.compiled for layer in plan.layers[1:-1])
-
-    def of(rows: int, columns: int) -> int:
-        copies = rows * columns + tokens * (columns + 2 * rows)
-        return copies if compiled else copies + 2 * torch.float32.itemsize * max(rows, tokens) * max(rows, columns)
-
-    return max((of(*shape) for shape in structure.fp8_shapes), default=0)
-
-
-def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
-    """Return the bytes that stay on the device while the loss is computed.
-
-    These are the head's input, its gradient, and what the head's own forward keeps until the loss has used it.
-    """
-    return 2 * max(activations.boundary) + kept_bytes(activations, len(plan.layers) - 1, plan.layers[-1])
-
-
-def norm_bytes(plan: Plan, activations: ActivationBytes) -> int:
-    """Return the bytes that the backward of the head's norm holds.
-
-    These are the norm's input, its output and a gradient, what the norm kept and, on the way, up to three times that
-    (Qwen2's RMSNorm in bf16: 15.0 times the boundary's bytes in all). If MLPs are computed in chunks, what it kept is
-    that of one chunk.
-    """
-    kept = activations.kept[-1]
-    in_chunks = activations.whole.kept[-1] - kept if activations.whole else 0
-    return 3 * activations.boundary[-1] + NORM_BACKWARD * (kept + in_chunks // plan.num_mlp_chunks)
+    return _suffix_sums([live * b for b in inputs]), _suffix_sums([live * b for b in staying[1:]])
 
 
 def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
@@ -274,68 +242,6 @@ def _kept(plan: Plan, staying: Sequence[int]) -> Row:
     return num_bytes, formula
 
 
-def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> int:
-    """Return the bytes that a layer keeps for its backward, of one micro-batch."""
-    if layer.activations is ActivationPolicy.RECOMPUTE:
-        return activations.kept_when_recomputed(index)
-    return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
-
-
-def backward_bytes_by_layer(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> Sequence[int]:
-    """Return for each layer but the head the bytes that its backward holds beyond what was kept.
-
-    These are what it recomputes, the gradients of kept tensors and of weights, and both boundaries. If gradients are
-    added in pairs, the gradient of the weights from another micro-batch counts, too.
-    """
-    item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
-    paired = plan.paired_layers
-
-    def of(index: int, layer: LayerPlan) -> int:
-        gradients = layout.trained_sizes[index] * item
-        paired_bytes = gradients if index in paired else 0
-        chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
-        if not layer.compiled:
-            return 2 * activations.kept[index] + chunk + boundaries + gradients + paired_bytes
-        whole = int(activations.kept_at_most(index) * (KEPT_IN_BF16 if plan.compute.fp8 else 1))
-        graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
-        if chunk:
-            graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
-        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + paired_bytes
-        return most - activations.kept_within(index, layer.activation_budget)
-
-    found: dict[Hashable, int] = {}
-    result = []
-    for i, layer in enumerate(plan.layers[:-1]):
-        kind = activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired
-        if kind not in found:
-            found[kind] = of(i, layer)
-        result.append(found[kind])
-    return result
-
-
-def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
-    """Return the bytes that one chunk of an MLP's backward holds; 0 if the MLP is not computed in chunks.
-
-    These are what the chunk recomputes with its gradients, and the sums of the weights' gradients beside the gradients
-    of the chunk.
-    """
-    if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
-        return 0
-    chunk_bytes = whole // plan.num_mlp_chunks
-    weight_bytes = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
-    return int((COMPILED_BACKWARD if layer.compiled else 2) * chunk_bytes) + weight_bytes
-
-
-def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
-    """Return the bytes that the backward of a compiled layer holds at most.
-
-    whole: bytes that the layer keeps with a budget of 1.
-    boundaries: bytes of two boundaries.
-    """
-    typical = int(COMPILED_BACKWARD * whole)
-    return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
-
-
 def muon_row(plan: Plan, layout: ModelLayout) -> Row:
     """Return the row of Muon: slots for momenta and for directions, and the work on the largest matrix."""
     matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
@@ -365,7 +271,7 @@ def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
 
 
 def waiting_row(
-    plan: Plan, layout: ModelLayout, activations: ActivationRows, waiting: Set[int], departing: Set[int]
+    plan: Plan, layout: ModelLayout, activations: ActivationRows, waiting: Set[int], deferred: Set[int]
 ) -> Row:
     """Return the row of complete gradients that wait on the device for their update.
 
@@ -374,7 +280,7 @@ def waiting_row(
 
     plan: may lack its layers.
     waiting: layers whose gradients wait on the device.
-    departing: those of them that the shards update.
+    deferred: those of them that the shards update.
     """
     item = plan.gradients.accumulate_dtype.itemsize
     sizes = [size * item if i in waiting else 0 for i, size in enumerate(layout.trained_sizes)]
@@ -383,14 +289,14 @@ def waiting_row(
         return sum(sizes), formula
     # In the backward gradients take memory that activations release. In the next forward the gradients of host layers
     # leave while activations are allocated again.
-    deferred = [size if i in departing else 0 for i, size in enumerate(sizes)]
+    offloaded = [size if i in deferred else 0 for i, size in enumerate(sizes)]
     held_up_to = list(accumulate(activations.held))
-    backward = map(add, activations.beyond, _remaining(sizes))
-    forward = map(add, [0, *held_up_to], [*_remaining(deferred), 0])
+    backward = map(add, activations.beyond, _suffix_sums(sizes))
+    forward = map(add, [0, *held_up_to], [*_suffix_sums(offloaded), 0])
     most = max(0, max(backward), max(forward) - held_up_to[-1])
     return most, f"{formula}, beyond the activations that have gone by then"
 
 
-def _remaining(sizes: Sequence[int]) -> list[int]:
-    """Return suffix sums: result[i] = sum(sizes[i:])."""
+def _suffix_sums(sizes: Sequence[int]) -> list[int]:
+    """Return result[i] = sum(sizes[i:])."""
     return list(accumulate(reversed(sizes)))[::-1]

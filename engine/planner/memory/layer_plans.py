@@ -12,8 +12,8 @@ from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.alike import Alike
-from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk
+from megatrain_ray.engine.planner.memory.work_bytes import kept_bytes
 from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
 
 Layers = tuple[LayerPlan, ...]

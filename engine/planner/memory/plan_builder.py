@@ -23,8 +23,6 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import chunk_tokens
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
     activation_rows,
-    backward_bytes_by_layer,
-    beside_loss,
     device_memory_items,
     muon_row,
     resident_bytes,
@@ -35,6 +33,7 @@ from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, ho
 from megatrain_ray.engine.planner.memory.layer_plans import LayerPlanBuilder
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk, Spillable
+from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, beside_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
 # Values of a candidate's fields that stand for all values, where these make no difference to a result.

@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.planner.memory.device_bytes import norm_bytes
+from megatrain_ray.engine.planner.memory.work_bytes import norm_bytes
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from tests.engine.layer_calls.test_compiled_layers import factory_of
 from tests.engine.planner.test_planner import MACHINE, REQUEST

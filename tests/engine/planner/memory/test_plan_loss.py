@@ -28,10 +28,9 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
 )
 from megatrain_ray.engine.planner.memory.device_bytes import (
     activation_rows,
-    backward_bytes_by_layer,
-    beside_loss,
     waiting_row,
 )
+from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, beside_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, ObjectiveBytes, Request
 from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
