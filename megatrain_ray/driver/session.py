@@ -30,6 +30,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
 from megatrain_ray.rollouts.running_rollouts import RunningRollouts
+from megatrain_ray.rollouts.server_check import ServerCheck
 from megatrain_ray.run.best_evaluation import num_without_better
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
@@ -108,6 +109,7 @@ class Session:
         self._stall = StallWatch(self._crew.current_phase)
         self._tracing = Tracing(job.run_spec, run.path, step)
         self._plan_check = PlanCheck(self._plan, run.path)
+        self._server_check = ServerCheck(self._config.train)
         self._saves = RunSaves(job, self._crew, manifest, self._tracing.spans)
 
     def train(self) -> int:
@@ -301,6 +303,7 @@ class Session:
             self._view.update(row)
         self._tracing.ended(self._crew, step)
         self._plan_check.ended(self._crew, row)
+        self._server_check.ended(row, self._sampled)
         self._job.callbacks.step_ended(row)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:

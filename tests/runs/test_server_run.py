@@ -62,6 +62,7 @@ def test_the_server_has_the_weights_of_each_step_and_a_run_goes_on_after_its_dea
     done = train(str(write_config(tmp_path / "whole.yaml", tree)))
     assert done.returncode == 0, done.stderr
     assert ratios(tmp_path / "whole") == pytest.approx([1, 1], abs=1e-3)
+    assert "warning: ratio_max" not in done.stderr
     assert server.asked.count("/collective_rpc") == 1 + STEPS // EVERY
     assert len(set(server.loaded)) == STEPS // EVERY, "a name is used once"
     assert all(folder.parents[1] == tmp_path / "whole" and not folder.exists() for folder in server.loaded)
@@ -82,6 +83,14 @@ def test_the_server_has_the_weights_of_each_step_and_a_run_goes_on_after_its_dea
     assert again.returncode == 0, again.stderr
     assert losses(tmp_path / "dies") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "dies", tmp_path / "whole")
+
+    # It keeps the weights of the second sampling. Old log-probabilities are the model's own then, and hide nothing.
+    server.keeps_weights = True
+    stale = str(write_config(tmp_path / "stale.yaml", {**tree, "run_dir": str(tmp_path / "stale")}))
+    done = train(stale, "train.rollouts.steps=1", "train.steps=2", "train.policy.correction=token_truncate")
+    assert done.returncode == 0, done.stderr
+    (warning,) = (line for line in done.stderr.splitlines() if "warning: ratio_max of update 1 is " in line)
+    assert f"{rows(tmp_path / 'stale')[0]['ratio_max']:.3g}, which should be 1" in warning and server.url in warning
 
 
 def test_weights_come_from_the_disk_and_with_adapters_merged(tmp_path: Path, train: Train) -> None:

@@ -30,6 +30,7 @@ class StandIn:
     folder: of the model that it starts with.
     processed: log-probabilities are those after the temperature, as with --logprobs-mode processed_logprobs.
     in_dev_mode: it has the endpoints for weights.
+    keeps_weights: it says that it has loaded new weights, and goes on with the old ones.
     num_busy: resets of the cache to refuse, as vLLM does while it answers others.
     max_model_len: what it says of it.
     change: is called with each completion, and may change it.
@@ -41,6 +42,7 @@ class StandIn:
     url: str = ""
     processed: bool = False
     in_dev_mode: bool = True
+    keeps_weights: bool = False
     num_busy: int = 0
     max_model_len: int = 256
     fault: Callable[[str, int], int | None] = lambda path, count: None
@@ -88,7 +90,8 @@ class StandIn:
         model = _load(self.loaded[-1])
         if self._model is not None and model.config.vocab_size != self._model.config.vocab_size:
             return 500, {"error": "AssertionError: shapes differ"}
-        self._model = model
+        if not self.keeps_weights:
+            self._model = model
         return 200, {"results": [None]}
 
     def _reset(self) -> tuple[int, Json]:
