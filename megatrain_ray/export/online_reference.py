@@ -37,18 +37,49 @@ def open_reference(config: TrainConfig, trained: ModelSource) -> Iterator[ModelS
 
     Raises ConfigError for a model of another shape than `trained`, and as export_run.
     """
-    name = config.train.reference_model
-    if config.train.rollouts is None or name in (None, "model"):
+    if (name := _other_model(config)) is None:
         yield None
         return
     with ExitStack() as stack:
         files = run_of(name)
         path = name if files is None else str(stack.enter_context(exported(files.path)))
         with naming_reference(config.train):
-            source = read_model(config.model.model_copy(update={"path": path, "config": None}))
-            _check_shape(str(name), source, trained)
-            source = checked(source)
+            source = checked(_read_reference(name, _at(path, config), trained))
         yield source
+
+
+def check_reference(config: TrainConfig) -> None:
+    """Raise ConfigError as open_reference does, but export nothing: a run has the shape of the model it began with."""
+    if (name := _other_model(config)) is not None:
+        files, trained = run_of(name), read_model(config.model)
+        with naming_reference(config.train):
+            _read_reference(name, _at(name, config) if files is None else files.read_config().model, trained)
+
+
+def _other_model(config: TrainConfig) -> str | None:
+    """Return the name of a reference of sampled answers that is another model; None if there is none."""
+    name = config.train.reference_model
+    return None if config.train.rollouts is None or name == "model" else name
+
+
+def _at(path: str, config: TrainConfig) -> ModelConfig:
+    return config.model.model_copy(update={"path": path, "config": None})
+
+
+def _read_reference(name: str, model: ModelConfig, trained: ModelSource) -> ModelSource:
+    """Read the configuration of a reference. Raises ConfigError if the trained model's code would compute it wrongly.
+
+    name: by which the user knows it.
+    """
+    source = read_model(model)
+    theirs, ours = (one.architecture.config.to_dict() for one in (source, trained))
+    for key in sorted((theirs.keys() | ours.keys()) - IRRELEVANT_SETTINGS):
+        if theirs.get(key) != ours.get(key):
+            raise ConfigError(
+                f"train.reference: {name} has {key}: {theirs.get(key)!r:.60}, and the model that is trained "
+                f"{ours.get(key)!r:.60}; with data.kind: prompts both must have one shape: name such a model"
+            )
+    return source
 
 
 def reference_weights(
@@ -86,14 +117,3 @@ def warn_of_change(file: Path, identity: ModelIdentity) -> None:
                 "(train.reference, or model.path): from here on answers are compared with this one"
             )
         write_atomically(file, now)
-
-
-def _check_shape(name: str, reference: ModelSource, trained: ModelSource) -> None:
-    """Raise ConfigError if the code of the trained model would compute the reference wrongly."""
-    theirs, ours = (source.architecture.config.to_dict() for source in (reference, trained))
-    for key in sorted((theirs.keys() | ours.keys()) - IRRELEVANT_SETTINGS):
-        if theirs.get(key) != ours.get(key):
-            raise ConfigError(
-                f"train.reference: {name} has {key}: {theirs.get(key)!r:.60}, and the model that is trained "
-                f"{ours.get(key)!r:.60}; with data.kind: prompts both must have one shape: name such a model"
-            )

@@ -176,9 +176,10 @@ def test_what_is_wrong_is_told_before_a_process_starts(tmp_path: Path) -> None:
     build_tiny(tmp_path / "other", tied=True)
     for name, message in (("other", "other has tie_word_embeddings: True, and the"), ("absent", "absent is no folder")):
         beside = ("train.policy.beta=0.1", f"train.reference={tmp_path / name}")
-        done = cli_here("train", str(prepare(tmp_path, "bad")), *beside)
-        assert done.returncode == 2 and f"train.reference: {tmp_path}" in done.stderr and message in done.stderr
-        assert "starting" not in done.stderr and not (tmp_path / "bad").exists()
+        for command in ("plan", "train"):
+            done = cli_here(command, str(prepare(tmp_path, "bad")), *beside)
+            assert done.returncode == 2 and f"train.reference: {tmp_path}" in done.stderr and message in done.stderr
+            assert "starting" not in done.stderr and not (tmp_path / "bad").exists()
 
 
 def test_what_was_trained_before_a_reward_function_failed_is_saved(tmp_path: Path, train: Train) -> None:
