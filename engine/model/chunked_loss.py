@@ -223,9 +223,10 @@ def logprobs_and_entropies(scores: torch.Tensor, targets: Targets) -> torch.Tens
 
     Both are 0 where a token is not supervised.
     """
-    probabilities = scores[0].softmax(-1)  # overwritten: no more memory than for the log-probabilities
+    logprobs = target_logprobs(scores, targets)
+    probabilities = scores[0].softmax(-1)  # made after and overwritten: no more memory than for the log-probabilities
     entropies = torch.special.entr(probabilities, out=probabilities).sum(-1)
-    return torch.stack([target_logprobs(scores, targets), entropies.masked_fill(targets.ids == IGNORED, 0.0)], -1)
+    return torch.stack([logprobs, entropies.masked_fill(targets.ids == IGNORED, 0.0)], -1)
 
 
 def top_records(top: TopTokens, scores: torch.Tensor, targets: Targets) -> torch.Tensor:

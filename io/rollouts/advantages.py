@@ -49,8 +49,11 @@ def advantages(rewards: Sequence[float], groups: Sequence[int], scale: ScaleRewa
     known = ~np.isnan(values)
     size = int(of.max(initial=-1)) + 1
     counts = np.bincount(of[known], minlength=size)
-    means = np.bincount(of[known], values[known], size) / np.maximum(counts, 1)
-    centred = np.where(known, values - means[of], 0.0)
+    least = np.full(size, np.inf)
+    np.minimum.at(least, of[known], values[known])
+    above = np.where(known, values - least[of], 0.0)  # the mean of equal rewards would be another number by rounding
+    means = np.bincount(of, above, size) / np.maximum(counts, 1)
+    centred = np.where(known, above - means[of], 0.0)
     if scale == "group":
         squares = np.bincount(of, centred**2, size)
         divisors = np.sqrt(squares / np.maximum(counts - 1, 1))[of] + EPSILON

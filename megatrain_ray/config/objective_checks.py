@@ -51,7 +51,8 @@ def objective_disagreements(config: Settings) -> Iterator[str]:
         return
     for key in ("z_loss", "label_smoothing"):
         if getattr(train, key):
-            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" and data.in_pairs else ""
+            has_own = train.objective in OBJECTIVES_OF_KEY.get(key, ())
+            hint = f"; train.preference.{key} is another" if has_own else ""
             of = "is of single tokens" if data.documents_per_record else "changes the cross-entropy"
             yield f"train.{key}: {of}, and train.objective is {train.objective}; leave the key out{hint}"
     if config.hardware.cuda_graphs is True:

@@ -17,24 +17,27 @@ from megatrain_ray.read_file import parse_json
 Record = dict[str, Any]
 
 
-def total_rewards(scores: Mapping[str, Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """Return the weighted sum of each completion's rewards, without those of functions that do not judge it."""
-    rows = zip(*scores.values(), strict=True)
-    return [
-        math.fsum(weight * score for weight, score in zip(weights, row, strict=True) if score is not None)
-        for row in rows
-    ]  # fmt: skip
+def total_rewards(scores: Mapping[str, Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
+    """Return the weighted sum of each completion's rewards, without those of functions that do not judge it.
+
+    None: no function judges it.
+    """
+    totals: list[float | None] = []
+    for row in zip(*scores.values(), strict=True):
+        judged = [weight * score for weight, score in zip(weights, row, strict=True) if score is not None]
+        totals.append(math.fsum(judged) if judged else None)
+    return totals
 
 
 def rollout_record(
     prompt_ids: Sequence[int], group: int, completion: Completion, text: str, scores: Mapping[str, float | None],
-    reward: float,
+    reward: float | None,
 ) -> Record:  # fmt: skip
     """Return a record as data.kind: rollouts reads it, with the text and each function's reward for people."""
     return {
         "group": group, "prompt_ids": list(prompt_ids), "completion_ids": completion.ids,
         "logprobs": completion.logprobs, "ended": completion.ended, "reward": reward, "rewards": dict(scores),
-        "text": text,
+        "text": text, **({"advantage": 0.0} if reward is None else {}),
     }  # fmt: skip
 
 
@@ -45,13 +48,13 @@ def read_rollouts(file: Path) -> list[Record]:
 
 def summary_of(records: Sequence[Record]) -> dict[str, float]:
     """Return the means over a sampling: rewards, the length of completions, and the share that ended."""
-    rewards = [record["reward"] for record in records]
+    rewards = [record["reward"] for record in records if record["reward"] is not None]
     scores = {
         name: [record["rewards"][name] for record in records if record["rewards"][name] is not None]
         for name in records[0]["rewards"]
     }
     return {
-        "reward": fmean(rewards),
+        "reward": fmean(rewards) if rewards else math.nan,
         "reward_std": deviation(np.array(rewards)),
         **{f"reward/{name}": fmean(values) for name, values in scores.items() if values},
         "completion_tokens": fmean(len(record["completion_ids"]) for record in records),

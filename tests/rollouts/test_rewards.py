@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatrain_ray.engine.step.sampler import Completion
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.io.rollouts.encode_rollouts import advantages_of
 from megatrain_ray.rollouts.reward_functions import find_rewards
 from megatrain_ray.rollouts.reward_process import RewardProcess
+from megatrain_ray.rollouts.rollout_records import rollout_record, summary_of, total_rewards
 
 OWN = """
 import os, time
@@ -124,3 +127,18 @@ def test_a_process_that_dies(own: Path) -> None:
     process.close()
     with pytest.raises(ConfigError, match="has no function gone"):
         RewardProcess([f"{own}:gone"], 60.0)
+
+
+def test_an_answer_that_no_function_judges_has_no_reward() -> None:
+    """It teaches nothing, and the others are compared without it."""
+    scores = {"a": [1.0, None, None, 3.0], "b": [None, 2.0, None, 1.0]}
+    totals = total_rewards(scores, [1.0, 0.5])
+    assert totals == [1.0, 1.0, None, 3.5]
+    completion = Completion([7], [-1.0], True)
+    records = [
+        rollout_record([5], 0, completion, "", {name: found[k] for name, found in scores.items()}, total)
+        for k, total in enumerate(totals)
+    ]
+    assert advantages_of(records, "none") == pytest.approx([-5 / 6, -5 / 6, 0, 5 / 3])
+    found = summary_of(records)
+    assert (found["reward"], found["reward/a"], found["reward/b"]) == (pytest.approx(5.5 / 3), 2.0, 1.5)

@@ -84,6 +84,10 @@ def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
     other = cli_here("plan", path, "data.kind=pretrain")
     assert "data.images: goes with data.kind: sft or pairs or unpaired, and" in other.stderr
     assert "no token for images" in cli_here("plan", path, "data.tokenizer=bytes").stderr
+    for objective in ("data.kind=pairs", "train.objective=reward"), ("train.objective=distill",):
+        other = cli_here("plan", path, *objective, "train.distillation={}")
+        name = objective[-1].partition("=")[2]
+        assert f"data.images: true does not go with train.objective: {name} so far; leave one out" in other.stderr
     settings = json.loads((folder / "config.json").read_text())["text_config"] | {"model_type": "llama"}
     (tmp_path / "llama.json").write_text(json.dumps(settings))
     other = cli_here("plan", path, "model.path=null", f"model.config={tmp_path / 'llama.json'}")

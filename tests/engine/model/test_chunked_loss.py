@@ -17,8 +17,12 @@ from megatrain_ray.engine.model.chunked_loss import (
     Targets,
     chunk_sums,
     chunked_loss,
+    cross_entropy_sum,
     logprobs_and_entropies,
+    score_chunks,
+    target_logprobs,
 )
+from tests.support.live_bytes import Live
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["into a sum", "into one of its own"])
@@ -54,3 +58,18 @@ def test_an_impossible_token_adds_nothing_to_the_entropy() -> None:
     scores[0, 1] = torch.tensor([-torch.inf, 0.0, *[-torch.inf] * 6])
     found = logprobs_and_entropies(scores, Targets(targets))
     assert found.flatten().tolist() == pytest.approx([-math.log(4), math.log(4), 0, 0, 0, 0])
+
+
+def test_scores_take_no_more_memory_than_the_loss_that_follows() -> None:
+    """So a preference or a policy needs none beyond that of chats.
+
+    Not compiled, logits and their gradient take 12 bytes each; compiled 4, and then scores are of half as many tokens.
+    """
+    num_tokens, vocab_size = 64, 8192
+    weight = torch.nn.Parameter(torch.randn(vocab_size, 8, dtype=torch.bfloat16))
+    hidden, targets = torch.randn(1, num_tokens, 8, dtype=torch.bfloat16), Targets(torch.zeros(1, num_tokens).long())
+    for of_chunk in (target_logprobs, logprobs_and_entropies, cross_entropy_sum):
+        with Live(weight, hidden) as live:
+            before = live.most
+            score_chunks(lambda chunk: chunk @ weight.T, hidden, targets, of_chunk, chunk_tokens=num_tokens)
+        assert live.most - before == pytest.approx(num_tokens * vocab_size * 2 * 4, rel=0.01), of_chunk

@@ -79,6 +79,14 @@ def test_rewards_of_ipo_are_of_the_means_that_its_loss_compares() -> None:
     assert found.losses.tolist() == [4.0]
 
 
+def test_a_certain_answer_has_finite_odds() -> None:
+    """Of one log-probability is 0, of the other nearly so."""
+    sums = torch.tensor([[0.0, -5.0], [-3.0, -1e-8]], requires_grad=True)
+    losses = PairObjective("orpo").of_pairs(sums, torch.ones(2, 2)).losses
+    losses.sum().backward()
+    assert sums.grad is not None and bool(losses.isfinite().all() and sums.grad.isfinite().all())
+
+
 def test_chunks_micro_batches_and_packing_change_nothing_but_rounding(tmp_path: Path) -> None:
     """A chunk of 7 tokens ends within answers, and rows with several pairs have the same pairs as rows with one."""
     build_tiny(tmp_path)

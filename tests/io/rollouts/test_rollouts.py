@@ -42,6 +42,8 @@ def test_advantages_are_of_groups() -> None:
     whole = np.array([0, 1, 1, 4, 3, 5, 5]).std(ddof=1) + 1e-4
     assert advantages_of(records, "batch") == pytest.approx(np.array([-1.5, -0.5, -0.5, 2.5, 0, 0, 0]) / whole)
     assert advantages_of(rewarded(3), "batch").tolist() == [0.0]
+    equal = rewarded(*[0.1] * 3) + rewarded(*[0.7] * 7, prompt=2)  # of which no mean is one of them
+    assert not advantages_of(equal, "group").any()
 
 
 def test_groups_are_named_or_of_prompts_in_a_row() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.precision import Precision
@@ -32,6 +33,7 @@ from megatrain_ray.engine.planner.memory.device_bytes import (
 )
 from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, beside_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, ObjectiveBytes, Request
+from megatrain_ray.planning.run_spec import objective_bytes
 from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
 
@@ -88,6 +90,15 @@ def test_a_teacher_makes_chunks_shorter_and_has_a_row() -> None:
     assert plan.compute.loss_chunk_tokens < planned(64).compute.loss_chunk_tokens
     (row,) = (item for item in plan.memory_items if item.name == "teacher's predictions")
     assert row.num_bytes == 64 * 1024 * 516
+
+
+def test_objectives_over_log_probabilities_take_what_cross_entropy_takes() -> None:
+    """On the device and on the host, row by row; tests/engine/model/test_chunked_loss.py measures the chunks."""
+    for objective in ("dpo", "simpo", "kto", "grpo"):
+        train = OptimizationConfig(objective=objective)
+        of_logits = objective_bytes(train, VOCAB, compiled=True)
+        plan = planned(64, objective=of_logits, scores_in_step=True, scores_first=train.estimates_kl)
+        assert plan.memory_items == planned(64).memory_items
 
 
 def test_small_logits_take_a_small_share_of_a_small_device() -> None:
