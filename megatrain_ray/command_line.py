@@ -87,7 +87,7 @@ def parse_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _as_setting(option: str, argv: Sequence[str]) -> str:
     """Return how an option such as `--learning_rate 1e-4` is written as a setting; empty if no setting is like it."""
-    from megatrain_ray.config.checks import key_of
+    from megatrain_ray.config.problem_lines import key_of
     from megatrain_ray.config.schema import TrainConfig
 
     name, _, value = option.lstrip("-").partition("=")

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.resume_changes import resume_diff, train_changes
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import dump_config, resume_diff, shown, train_changes
+from megatrain_ray.config.yaml_file import dump_config, shown
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template

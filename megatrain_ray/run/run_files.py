@@ -32,8 +32,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatrain_ray.config.resume_changes import resume_diff
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import load_config, read_settings, resume_diff
+from megatrain_ray.config.yaml_file import load_config, read_settings
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.config.resume_changes import resume_diff
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.values import HubDataset, WeightedPath, listed, weight_of
-from megatrain_ray.config.yaml_file import resume_diff
 from megatrain_ray.errors import ConfigError
 from tests.support.settings import MISSING, config, settings
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatrain_ray.config.resume_changes import resume_diff, train_changes
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import dump_config, load_config, resume_diff, train_changes
+from megatrain_ray.config.yaml_file import dump_config, load_config
 from megatrain_ray.errors import ConfigError
 from tests.support.settings import MISSING, config, settings
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.other_tools import OTHER_NAMES, RESOLVED_KEYS, TOOLS, key_for, reason_for
+from megatrain_ray.config.problem_lines import fields_by_key
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.convert.key_tables import load_table
 from megatrain_ray.errors import ConfigError
 
-KEYS = list(_fields(TrainConfig))
+KEYS = list(fields_by_key(TrainConfig))
 
 
 def test_every_name_that_is_resolved_has_a_key() -> None:

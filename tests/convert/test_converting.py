@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.other_tools import RESOLVED_KEYS, SECTIONS, TABLES
+from megatrain_ray.config.problem_lines import fields_by_key
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config, read_settings
 from megatrain_ray.convert.convert_config import DATA_SETS, convert
@@ -543,7 +543,9 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_tables_name_keys_of_ours_and_each_of_theirs_once(name: str) -> None:
     table = load_table(name)
-    assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED_KEYS.keys() | {None}
+    assert {rule.target for rule in table.sets.values()} <= fields_by_key(TrainConfig).keys() | RESOLVED_KEYS.keys() | {
+        None
+    }
     conversions = {rule.conversion for rule in table.sets.values() if isinstance(rule.conversion, str)}
     assert conversions <= CONVERSIONS.keys()
     reasons = {**table.otherwise, **table.meaningless, **table.refused}
