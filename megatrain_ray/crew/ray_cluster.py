@@ -8,10 +8,8 @@ import os
 import secrets
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +19,8 @@ import ray
 from ray._private.services import find_bootstrap_address
 
 from megatrain_ray.console.interrupts import ENDINGS
-from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
-from megatrain_ray.crew.ray_helpers import DriverPaths, ended_by, without_helpers
+from megatrain_ray.crew.ray_daemons import END_TIMEOUT_S, Daemons, end_processes, started_since, with_children
+from megatrain_ray.crew.ray_patches import DriverPaths, ended_by, is_on_loopback, on_loopback, without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned, why_not_owned
@@ -30,8 +28,6 @@ from megatrain_ray.machine.machine import free_threads
 
 # Only batches and metrics go there. By default Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
-STOP_TIMEOUT_S = 20.0
-END_POLL_S = 0.02
 
 # Threads of a run's own Ray with its driver, and of each process that Ray starts for the run, as measured on two cores
 # (more cores need more). Without them Ray aborts this process.
@@ -53,43 +49,6 @@ EMBEDDED_ENVIRONMENT = {
 
 SESSIONS = Path("/tmp")  # not the run directory: a socket's path must stay under 107 bytes
 SESSION_PREFIX = "megatrain-"
-DAEMONS = ("gcs_server", "raylet")
-# Agents are started by the raylet, which ends when one of them does (agent_manager.cc). Keys are words of their command
-# lines, before and after they have named themselves. A run does not need the log monitor, autoscaler and dashboard.
-AGENTS = {
-    "dashboard/agent.py": "dashboard agent",
-    "ray::DashboardAgent": "dashboard agent",
-    "runtime_env/agent/main.py": "runtime env agent",
-    "ray::RuntimeEnvAgent": "runtime env agent",
-}
-
-
-@dataclass(frozen=True)
-class Daemons:
-    """Tracks, by name, those of Ray's processes in an embedded cluster without which a run cannot go on.
-
-    Empty for a cluster that was joined: its processes are not known.
-    """
-
-    processes: Mapping[psutil.Process, str] = field(default_factory=dict)
-
-    @staticmethod
-    def among(started: Iterable[psutil.Process]) -> Daemons:
-        """Return those found among the processes that `ray.init` started."""
-        return Daemons({process: name for process in started if (name := _daemon_name(process))})
-
-    @property
-    def alive(self) -> bool:
-        return not self._dead
-
-    def check(self) -> None:
-        """Raise MegatrainError naming those that died. Ray notices late, and then ends this process or lets it wait."""
-        if dead := self._dead:
-            raise MegatrainError(f"a process of the run died (Ray's {', '.join(dead)}); the same command resumes")
-
-    @property
-    def _dead(self) -> list[str]:
-        return [name for process, name in self.processes.items() if not _lives(process)]
 
 
 def in_ray_job() -> bool:
@@ -177,17 +136,17 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
                 num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=True, logging_level=logging.ERROR, _temp_dir=str(folder),
             )  # fmt: skip
-            roots = _started(before)
+            roots = started_since(before)
             daemons = Daemons.among(roots)
             yield daemons
     finally:
         # Not all new children of this process: one may be a tracker's, which outlives the cluster.
-        started = _started(before) if roots is None else _with_children(roots)
+        started = started_since(before) if roots is None else with_children(roots)
         if not (ray.is_initialized() and daemons.alive):  # else ray.shutdown would wait for those that live
-            _end(started, 0)
-        with _killing_late(lambda: started, STOP_TIMEOUT_S), ended_by(lambda: _end(_with_children(started), 0)):
+            end_processes(started, 0)
+        with _killing_late(lambda: started, END_TIMEOUT_S), ended_by(lambda: end_processes(with_children(started), 0)):
             ray.shutdown()
-        _end(started, STOP_TIMEOUT_S)
+        end_processes(started, END_TIMEOUT_S)
         session.remove()
         remove_left_sessions()
 
@@ -242,7 +201,7 @@ def _init(problem: str, advice: str, **options: Any) -> None:
     handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
-        with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):
+        with _interrupted_afterwards(), _killing_late(lambda: started_since(others), DEADLINE_S):
             ray.init(job_config=DriverPaths(), **options)
     except Exception as error:  # Ray raises many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -260,7 +219,7 @@ def _killing_late(find: Callable[[], list[psutil.Process]], timeout_s: float) ->
     This bounds calls of Ray that have no timeout. What waits for those processes then fails. Or Ray ends this process
     with exit code 1, once it has missed its head for as long as EMBEDDED_ENVIRONMENT says.
     """
-    timer = threading.Timer(timeout_s, lambda: _end(find(), 0))
+    timer = threading.Timer(timeout_s, lambda: end_processes(find(), 0))
     timer.daemon = True
     timer.start()
     try:
@@ -294,62 +253,6 @@ def _interrupted_afterwards() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came:
             signal.raise_signal(signal.SIGINT)
-
-
-def _daemon_name(process: psutil.Process) -> str | None:
-    """Return which of DAEMONS or AGENTS a process is, or None if it is none of them, or dead."""
-    with suppress(psutil.NoSuchProcess):
-        program, *words = process.cmdline() or [""]
-        if Path(program).name in DAEMONS:  # before AGENTS: the raylet's command line contains theirs
-            return Path(program).name
-        return next((name for mark, name in AGENTS.items() if any(mark in word for word in (program, *words))), None)
-    return None
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Return whether a process has not ended yet.
-
-    A zombie has ended, unless some of its threads have not: nobody can reap it until they have, and they hold its
-    sockets and memory.
-    """
-    try:
-        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
-    except psutil.NoSuchProcess:  # it ended between the two calls
-        return False
-
-
-def _started(before: set[int]) -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-
-
-def _with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found: dict[int, psutil.Process] = {}
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            found |= {p.pid: p for p in (process, *process.children(recursive=True))}
-    return list(found.values())
-
-
-def _end(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Wait for processes that were told to stop, then kill by pid those that still live."""
-    alive = _alive_after(processes, timeout_s)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    _alive_after(alive, STOP_TIMEOUT_S)
-    psutil.wait_procs(processes, timeout=0)  # reaps those that are children of this process
-
-
-def _alive_after(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Return which processes live, once none does or after `timeout_s` seconds.
-
-    One that nobody has reaped yet does not live. Without an init in a container nobody ever reaps those whose parent
-    has ended.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline_s:
-        time.sleep(END_POLL_S)
-    return alive
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.crew.ray_cluster import Daemons
+from megatrain_ray.crew.ray_daemons import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_sources import naming_held_out

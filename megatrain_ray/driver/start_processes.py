@@ -12,7 +12,8 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.placement import ActorsSpec, Placement, actors_spec
-from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
+from megatrain_ray.crew.ray_cluster import cluster, in_ray_job, joins_cluster
+from megatrain_ray.crew.ray_daemons import Daemons
 from megatrain_ray.crew.ray_resources import check_device
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatrain_ray.crew.ray_cluster import Daemons, _end, _killing_late
+from megatrain_ray.crew.ray_cluster import _killing_late
+from megatrain_ray.crew.ray_daemons import Daemons, end_processes
 from megatrain_ray.errors import MegatrainError
 
 NEEDED = {
@@ -82,8 +83,8 @@ def test_a_process_that_nobody_has_reaped_is_not_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:
         assert parent.stdout
         child = psutil.Process(int(parent.stdout.readline()))
-        _end([child], 0.0)
-        _end([child], 3600.0)
+        end_processes([child], 0.0)
+        end_processes([child], 3600.0)
         assert child.status() == psutil.STATUS_ZOMBIE
 
 

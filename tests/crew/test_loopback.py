@@ -13,7 +13,7 @@ import ray
 from ray._private import ray_constants, services
 
 from megatrain_ray.crew import ray_cluster
-from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
+from megatrain_ray.crew.ray_patches import is_on_loopback, on_loopback
 from megatrain_ray.errors import MegatrainError
 from tests.support.ray_head import commands_under
 

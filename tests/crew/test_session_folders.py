@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from megatrain_ray.crew import ray_cluster as cluster_module
-from megatrain_ray.crew.ray_cluster import Daemons, remove_left_sessions, session_folders
+from megatrain_ray.crew import ray_daemons
+from megatrain_ray.crew.ray_cluster import remove_left_sessions, session_folders
+from megatrain_ray.crew.ray_daemons import Daemons
 from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from tests.support.owned_folders import forget_maker, left_by_a_dead_process
@@ -197,6 +199,6 @@ def test_a_process_one_of_whose_threads_is_left_lives() -> None:
         process = psutil.Process(child.pid)
         while process.status() != psutil.STATUS_ZOMBIE:
             os.sched_yield()
-        assert cluster_module._lives(process)
+        assert ray_daemons._lives(process)
         child.communicate(b"\n")
-    assert not cluster_module._lives(process)
+    assert not ray_daemons._lives(process)

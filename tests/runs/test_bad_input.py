@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.cli import main
-from megatrain_ray.crew.ray_cluster import Daemons
+from megatrain_ray.crew.ray_daemons import Daemons
 from tests.support.runs import cli, config, write_config
 from tests.support.tiny import build_tiny
 

@@ -1,17 +1,21 @@
-"""Leaves out what Ray adds to a run and the run does not need: two processes, waits, and a folder to import from."""
+"""Changes how Ray starts and ends a node: on 127.0.0.1 only, without processes and waits that a run does not need."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.job_config import JobConfig
 
 HELPERS = ("start_monitor", "start_api_server")
+LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 
 
 @contextmanager
@@ -68,3 +72,43 @@ class DriverPaths(JobConfig):  # type: ignore[misc]
         self._py_driver_sys_path[:] = [path for path in self._py_driver_sys_path if path in ours]
         serialized: bytes = super()._serialize()
         return serialized
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Make 127.0.0.1 the address of the Ray node that is started or joined in the block. Its servers listen only there.
+
+    On Linux Ray replaces 127.0.0.1 by the machine's other address, and then listens on all addresses. It does not if
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 says that the cluster has one machine. Ray reads that variable when it is
+    imported, so this sets the constant in which Ray keeps the value. A version of Ray that keeps it elsewhere listens
+    on all addresses as before, protected by its token.
+    """
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def is_on_loopback(host: str, port: int) -> bool:
+    """Return whether the cluster at this address listens on the loopback address only.
+
+    host: any other name than localhost or 127.0.0.1 gives False.
+
+    A cluster that listens on all addresses has a node with another address, and Ray must look for that. Raises OSError
+    if nobody listens.
+    """
+    _connect(host, port)
+    if host not in ("localhost", LOOPBACK):
+        return False
+    own_address = services.get_node_ip_address()
+    try:
+        _connect(own_address, port)
+    except OSError:
+        return True
+    return bool(own_address == LOOPBACK)
+
+
+def _connect(host: str, port: int) -> None:
+    socket.create_connection((host, port), CONNECT_S).close()
