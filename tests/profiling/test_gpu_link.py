@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
-from megatrain_ray.engine.measure import measure_profile
+from megatrain_ray.engine.measure import timing
 from megatrain_ray.engine.measure.measure_profile import measure_link
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.profiling import measure_process
@@ -40,8 +40,8 @@ def test_a_link_between_gpus_has_the_bytes_of_an_exchange_in_its_time(monkeypatc
         work()
         return sum(exchange_s * count for _, count in asked[before:]) or 1.0
 
-    monkeypatch.setattr(measure_profile, "_seconds", seconds)
-    effort = replace(LITTLE, budget_s=2 * measure_profile.ROUNDS * exchange_s)
+    monkeypatch.setattr(timing, "seconds_of", seconds)
+    effort = replace(LITTLE, budget_s=2 * timing.ROUNDS * exchange_s)
     assert measure_link(make_exchange, effort) == effort.copy_bytes / exchange_s
     assert set(asked) == {(effort.copy_bytes, 1), (effort.copy_bytes, 2)}
 

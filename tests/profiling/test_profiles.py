@@ -14,7 +14,8 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.engine.device.cards import rates_of
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
-from megatrain_ray.engine.measure.measure_profile import Effort, measure
+from megatrain_ray.engine.measure.measure_profile import measure
+from megatrain_ray.engine.measure.timing import Effort
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
