@@ -14,7 +14,8 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.engine.plan.schedule import FORWARDS_AT_ONCE, LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import LAUNCHES, Prices
+from megatrain_ray.engine.planner.cost.layer_costs import LAUNCHES
+from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
 from megatrain_ray.virtual_clock import Op, Stage
 
@@ -60,9 +61,9 @@ def predict_evaluation(plan: Plan, basis: CostBasis, activations: ActivationByte
     activations: bytes for a micro-batch of the plan.
     """
     prices, count, head = Prices(plan, basis, activations), plan.step.num_micro_batches, len(plan.layers) - 1
-    forward_s = sum(prices.of_layer("forward", layer) for layer in range(head + 1))
+    forward_s = sum(prices.layers.of_layer("forward", layer) for layer in range(head + 1))
     order = forward_visits(len(plan.layers), count, plan.step.order)
-    return max(count * (forward_s + prices.of_layer("score", head)), _loading_s(plan, basis, prices, order))
+    return max(count * (forward_s + prices.layers.of_layer("score", head)), _loading_s(plan, basis, prices, order))
 
 
 def predict_token(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> float:

@@ -19,7 +19,7 @@ from megatrain_ray.engine.plan.residency import group_of
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices
+from megatrain_ray.engine.planner.cost.layer_costs import LayerPrices
 from megatrain_ray.engine.planner.cost.simulate_step import operations
 from megatrain_ray.engine.planner.memory.spill_bytes import room_in_slots
 
@@ -36,7 +36,7 @@ class Bounds:
         """
         self._plan = plan
         self._basis = basis
-        self._prices = Prices(plan, basis, activations)
+        self._prices = LayerPrices(plan, basis, activations)
         keeps = tuple([(layer.activations, layer.compiled, layer.activation_budget) for layer in plan.layers])
         known = basis.known_prices(plan, activations).sweeps
         if keeps not in known:

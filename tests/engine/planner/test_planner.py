@@ -21,7 +21,7 @@ from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.cost import op_costs
+from megatrain_ray.engine.planner.cost import layer_costs
 from megatrain_ray.engine.planner.memory.host_bytes import BESIDE_GPU_BYTES, PROCESS_BYTES
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -419,7 +419,7 @@ def test_the_device_is_filled_from_the_first_layer_on(monkeypatch: pytest.Monkey
 
     Updates need no launches here: they would take longer than the CPU's updates of layers as small as these.
     """
-    monkeypatch.setattr(op_costs, "UPDATE_LAUNCHES", 0)
+    monkeypatch.setattr(layer_costs, "UPDATE_LAUNCHES", 0)
     structure, activations = model()
     sizes = [
         make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=count)).total_bytes(Tier.HBM)

@@ -71,7 +71,7 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
     def update_s(precision: Precision, name: str) -> float:
         candidate = Candidate(OUTER, KEEP, 3, 2)
         plan = build_plan(structure, activations, MACHINE, replace(request, precision=precision), candidate)
-        return Prices(plan, basis, activations).of_layer(name, 1)
+        return Prices(plan, basis, activations).layers.of_layer(name, 1)
 
     for name in ("shards", "update"):
         ratio = update_s(Precision.BF16_NARROW, name) / update_s(Precision.BF16, name)
@@ -87,7 +87,7 @@ def test_products_in_fp8_have_a_rate_of_their_own_and_are_rounded_first() -> Non
         model = replace(structure, fp8=fp8)
         plan = build_plan(model, activations, MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
         basis = CostBasis(model, model.layout(), work_of(model), rates, True, 0)
-        return Prices(plan, basis, activations).of_layer(name, 1)
+        return Prices(plan, basis, activations).layers.of_layer(name, 1)
 
     shapes = [p.shape for p in structure.layers[1].parameters if p.name in names]
     for name, passes, sides in (("forward", 1, 0.5), ("backward", 2, 1.5)):

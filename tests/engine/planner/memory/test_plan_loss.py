@@ -137,7 +137,7 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
 
     def seconds(tokens: int, basis: CostBasis = basis) -> float:
         plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))
-        return Prices(plan, basis, activations.times(64)).of_layer("loss", len(plan.layers) - 1)
+        return Prices(plan, basis, activations.times(64)).layers.of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)
     # KTO's forward before a step.
