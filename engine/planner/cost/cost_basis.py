@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes, first_alike
-from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.model.flops import LayerWork
+from megatrain_ray.engine.layout.model_layout import ModelLayout, largest_share
+from megatrain_ray.engine.model.flops import LayerWork, work_of
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency, residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
+from megatrain_ray.engine.planner.request import Machine, Request
 
 
 class KnownPrices(NamedTuple):
@@ -107,3 +108,16 @@ class CostBasis:
     def one_sweep(self) -> tuple[Visit, ...]:
         """Return the visits of one micro-batch, without replays."""
         return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
+
+
+def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
+    """Return what predictions of all plans for a request share."""
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
+    work = work_of(structure, request.active_experts, request.sliding_windows)
+    spill = machine.spill
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else (math.inf, None)
+    is_measured = machine.profile is not None
+    return CostBasis(
+        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.scores_in_step,
+        request.scores_first,
+    )  # fmt: skip

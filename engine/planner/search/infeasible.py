@@ -12,11 +12,12 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis, basis_of
 from megatrain_ray.engine.planner.limits import beyond_device, fits, missing_bytes, shortfall
 from megatrain_ray.engine.planner.report import explain_infeasible
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, Request, SpillSpace
-from megatrain_ray.engine.planner.search.split_search import SearchResults, basis_of, split_searches
+from megatrain_ray.engine.planner.search.search_results import SearchResults
+from megatrain_ray.engine.planner.search.split_search import split_searches
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import format_bytes
 

@@ -13,12 +13,13 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
-from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis, basis_of
 from megatrain_ray.engine.planner.cost.predict_step import predict, predict_evaluation, predict_token
 from megatrain_ray.engine.planner.memory.plan_builder import with_uploads
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.infeasible import infeasibility_error
-from megatrain_ray.engine.planner.search.split_search import SearchResults, basis_of, split_searches
+from megatrain_ray.engine.planner.search.search_results import SearchResults
+from megatrain_ray.engine.planner.search.split_search import split_searches
 from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.storage.packed_store import Packer

@@ -7,13 +7,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import NamedTuple
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
-from megatrain_ray.engine.layout.model_layout import largest_share
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.flops import work_of
-from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
@@ -24,59 +20,10 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates, splits
 from megatrain_ray.engine.planner.search.fill_device import Filling, disk_variants, fewest_layers
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
+from megatrain_ray.engine.planner.search.search_results import Found, SearchResults
 from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
-TIE = 0.002  # of two plans whose times differ by a smaller share the simpler one is chosen
-# Variants are tried of at most NUM_VARIED plans that spill data of shards, and only of plans that take less than NEAR
-# times as long as the best.
-NUM_VARIED = 3
-NEAR = 1.3
-
-
-class Found(NamedTuple):
-    """Holds a plan with a prediction, and the candidate and the search that it comes from."""
-
-    step_s: float
-    plan: Plan
-    candidate: Candidate
-    search: SplitSearch
-
-
-class SearchResults:
-    """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
-
-    def __init__(self) -> None:
-        self.plans: list[Found] = []
-        self.best_s = math.inf
-
-    def add(self, found: Found) -> None:
-        self.plans.append(found)
-        self.best_s = min(self.best_s, found.step_s)
-
-    def may_be_beaten_in(self, least_s: float) -> bool:
-        """Return whether a plan that takes at least `least_s` may be chosen instead of the best one so far.
-
-        A plan that is only a little faster than a simpler one is not chosen.
-        """
-        return least_s * (1 + TIE) < self.best_s
-
-    def may_be_chosen(self, bounds: Bounds) -> bool:
-        """Return whether a plan with these lower bounds may be chosen.
-
-        A plan that takes as long as a simpler one changes nothing.
-        """
-        works_s = max(bounds.compute_s + bounds.late_s, bounds.update_s)
-        return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self.best_s
-
-    def chosen(self) -> Plan:
-        """Return the simplest plan that no other plan beats by more than TIE."""
-        return next(found.plan for found in self.plans if found.step_s <= self.best_s * (1 + TIE))
-
-    def best_with_disk(self) -> list[Found]:
-        """Return the best plans that spill data of shards, whose variants are tried."""
-        near = [found for found in self.plans if found.plan.uses_disk and found.step_s < NEAR * self.best_s]
-        return sorted(near, key=lambda found: found.step_s)[:NUM_VARIED]
 
 
 class SplitSearch:
@@ -287,19 +234,6 @@ class SplitSearch:
 
     def _bounds(self, plan: Plan) -> Bounds:
         return Bounds(plan, self._basis, self._activations)
-
-
-def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
-    """Return what predictions of all plans for a request share."""
-    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
-    work = work_of(structure, request.active_experts, request.sliding_windows)
-    spill = machine.spill
-    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else (math.inf, None)
-    is_measured = machine.profile is not None
-    return CostBasis(
-        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.scores_in_step,
-        request.scores_first,
-    )  # fmt: skip
 
 
 def split_searches(

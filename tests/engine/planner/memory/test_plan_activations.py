@@ -26,7 +26,7 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
-from megatrain_ray.engine.planner.search.split_search import TIE
+from megatrain_ray.engine.planner.search.search_results import TIE
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.virtual_clock import Op, Stage

@@ -22,16 +22,17 @@ from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.cost_basis import CostBasis, basis_of
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
 from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search import candidates as tried_ways
-from megatrain_ray.engine.planner.search import split_search
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
+from megatrain_ray.engine.planner.search.search_results import TIE, SearchResults
+from megatrain_ray.engine.planner.search.split_search import split_searches
 from tests.support.candidate_plans import build_plan
 
 NUM_BLOCKS, SEQ_LEN = 6, 1 << 17
@@ -102,7 +103,7 @@ def test_more_memory_of_the_host_takes_more_of_it() -> None:
             assert spare_ram(plan) < max(layer.kept_bytes for layer in plan.layers)
     assert numbers[0] == 0
     assert numbers[-1] == max(numbers) > 0
-    assert all(later <= earlier * (1 + 2 * split_search.TIE) for earlier, later in pairwise(times))
+    assert all(later <= earlier * (1 + 2 * TIE) for earlier, later in pairwise(times))
 
 
 def test_where_the_device_has_room_nothing_leaves() -> None:
@@ -116,9 +117,9 @@ def test_as_many_layers_leave_as_the_link_moves_during_the_forwards(slower: floa
     (structure, activations), candidate = shape(compiled=False), offloading(0)
     machine = replace(MACHINE, profile=replace(TYPICAL_GPU, both_bytes_per_s=50.8e9 / slower))
     request = replace(REQUEST, compiled=False)
-    basis = split_search.basis_of(structure, machine, request)
-    found = split_search.SearchResults()
-    search = next(iter(split_search.split_searches(basis, machine, request, activations, found)))
+    basis = basis_of(structure, machine, request)
+    found = SearchResults()
+    search = next(iter(split_searches(basis, machine, request, activations, found)))
     builder = PlanBuilder(structure, structure.layout(), activations, machine, request)
     plans = [builder.plan(candidate._replace(num_offloading=number)) for number in range(NUM_BLOCKS + 1)]
     waits_s = [predict(plan, basis, activations).exposed_s.get("d2h", 0.0) for plan in plans]

@@ -36,7 +36,7 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, Request, Sp
 from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
-from megatrain_ray.engine.planner.search.split_search import TIE
+from megatrain_ray.engine.planner.search.search_results import TIE
 from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay

@@ -25,7 +25,7 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, Request, Sp
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
-from megatrain_ray.engine.planner.search.split_search import TIE, SearchResults
+from megatrain_ray.engine.planner.search.search_results import TIE, SearchResults
 from tests.support.shapes import qwen
 
 # `make test-all` runs every case: they take a minute.
