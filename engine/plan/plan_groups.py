@@ -99,6 +99,14 @@ class ComputeSettings:
     expert_groups: int = 1  # largest number of modules that hold the experts of a block (model/expert_groups.py)
     fp8: bool = False  # whether matrices of blocks are multiplied in FP8 (model/fp8_products.py)
 
+    @property
+    def score_chunk_tokens(self) -> int:
+        """Return the tokens whose logits exist at the same time where these are scored without a gradient.
+
+        That is never compiled, so logits exist in FP32, too: as many bytes are half as many of a compiled loss.
+        """
+        return -(-self.loss_chunk_tokens // 2) if self.compiled_loss else self.loss_chunk_tokens
+
 
 @dataclass(frozen=True)
 class SlotSpec:

@@ -94,7 +94,7 @@ def build_engine(
         gradients=offloader,
         activations=activations,
         runner=runner,
-        evaluator=Evaluator(device, model, streamer, plan.compute.loss_chunk_tokens),
+        evaluator=Evaluator(device, model, streamer, plan.compute.score_chunk_tokens),
         sampler=Sampler(device, model, streamer),
         warm_up=WarmUp(plan, memory, model, step_loss),
         captured_step=CapturedStep(plan, device, runner, store) if plan.step.captured and ranks.size == 1 else None,

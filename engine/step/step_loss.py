@@ -134,13 +134,11 @@ class StepLoss:
     ) -> tuple[LossResult, LogprobLoss]:
         """Compute a loss of documents in two passes over the chunks: log-probabilities, and gradients by their weights.
 
-        The logits of the first pass are not compiled, so they exist in FP32 as well. Its chunks are half as long then.
         A policy's loss has the metric `entropy`: the mean over the learned tokens of the step.
         """
         objective, counts = share.objective.logprob_objective, share.counts
         assert objective is not None and counts is not None
-        compute = self._plan.compute
-        chunk_tokens = -(-compute.loss_chunk_tokens // 2) if compute.compiled_loss else compute.loss_chunk_tokens
+        chunk_tokens = self._plan.compute.score_chunk_tokens
         is_policy = isinstance(objective, PolicyObjective)
         of_chunk = logprobs_and_entropies if is_policy else target_logprobs
         scores = score_chunks(self._model.proxied.logits, hidden, targets, of_chunk, chunk_tokens=chunk_tokens)

@@ -98,7 +98,9 @@ def test_objectives_over_log_probabilities_take_what_cross_entropy_takes() -> No
         train = OptimizationConfig(objective=objective)
         of_logits = objective_bytes(train, VOCAB, compiled=True)
         plan = planned(64, objective=of_logits, scores_in_step=True, scores_first=train.estimates_kl)
-        assert plan.memory_items == planned(64).memory_items
+        assert plan == planned(64), "with chunks as long"
+    assert plan.compute.compiled_loss
+    assert 8 * plan.compute.score_chunk_tokens == 4 * plan.compute.loss_chunk_tokens, "bytes of a logit × tokens"
 
 
 def test_small_logits_take_a_small_share_of_a_small_device() -> None:
