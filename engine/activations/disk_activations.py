@@ -23,7 +23,7 @@ from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.layer_calls.layer_call import bytes_of
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
+from megatrain_ray.engine.plan.activation_disk_clock import SimulatedActivationDisk
 from megatrain_ray.engine.plan.activation_staging import ActivationBlock, DiskAllocator, staging_buffers_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
@@ -55,7 +55,7 @@ class OffloadedToDisk:
     last_in: Event | None = None  # last copy back, once all are submitted
     num_written: int = 0  # blocks on disk
     num_back: int = 0  # blocks whose copy back is submitted
-    coming: _Copying | None = None  # set once it has device memory again
+    copying_in: _Copying | None = None  # set once it has device memory again
     is_written: asyncio.Event = field(default_factory=asyncio.Event)
     is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -65,7 +65,7 @@ class OffloadedToDisk:
 
     def reload(self) -> None:
         """Allocate device memory for it, which is filled as blocks arrive from disk. Idempotent."""
-        if self.coming is None:
+        if self.copying_in is None:
             for storage, tensor_bytes in zip(self.storages, self.sizes, strict=True):
                 storage.resize_(tensor_bytes)
             self.file.want(self)
@@ -110,7 +110,7 @@ class DiskActivations:
         self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes buffers
         self._places = DiskAllocator(plan)
         account = device.timeline.account
-        self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
+        self._clock = SimulatedActivationDisk(count * size, lambda stage, op, *after: account(stage, op, after))
         self._changed = threading.Condition()
         self._waiters = {stage: ThreadPoolExecutor(1, f"activations {stage.value}") for stage in (Stage.D2H, Stage.H2D)}
         words = staging_buffers_of(plan).num_blocks(plan.disk_activations)
@@ -132,7 +132,7 @@ class DiskActivations:
         blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
         sent = OffloadedToDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
         after = self._device.record()
-        copying = _Copying((after,), self._clock.leave(op, after.at_s))
+        copying = _Copying((after,), self._clock.offload(op, after.at_s))
         self._transfers.submit(self._send(sent, copying))
         return sent
 
@@ -147,7 +147,7 @@ class DiskActivations:
         after = self._device.record()
         assert coming.last_out is not None  # it was offloaded
         coming.memory = [bytes_of(storage) for storage in coming.storages]
-        coming.coming = _Copying((after, coming.last_out), self._clock.fetch(coming.op, after.at_s))
+        coming.copying_in = _Copying((after, coming.last_out), self._clock.reload(coming.op, after.at_s))
         self._transfers.submit(self._allow_copies(coming))
 
     def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
@@ -200,14 +200,14 @@ class DiskActivations:
             await coming.is_written.wait()
             for block in coming.blocks:
                 buffer = await self._free.get()
-                self._transfers.submit(self._bring(coming, block, buffer))
+                self._transfers.submit(self._reload_block(coming, block, buffer))
 
-    async def _bring(self, coming: OffloadedToDisk, block: ActivationBlock, buffer: int) -> None:
+    async def _reload_block(self, coming: OffloadedToDisk, block: ActivationBlock, buffer: int) -> None:
         with self._span("read", coming, block):
             await self._transfers.read(block.extent, self._block(block, buffer))
         await coming.is_wanted.wait()
-        assert coming.coming is not None
-        event = self._copy(Stage.H2D, coming, block, buffer, coming.coming)
+        assert coming.copying_in is not None
+        event = self._copy(Stage.H2D, coming, block, buffer, coming.copying_in)
         coming.num_back += 1
         if coming.num_back == len(coming.blocks):
             coming.memory, coming.storages = [], []  # drop these references: only the tensors hold the memory now

@@ -101,14 +101,14 @@ class _BlockTrace:
             late |= {s for s in saved & self._entering.keys() if self._last_part(s) < self._read_with[k]}
             elsewhere = self.buffers | self.shared | (self._entering.keys() - known)
             if late or saved & elsewhere:
-                raise _refusal(self.block.path, f"saves for its backward what it reads again behind {part.name}")
+                raise _refusal(self.block.path, f"saves for its backward what it reads again after {part.name}")
         first, last = self._own_calls[0], self._own_calls[-1]
         saved_first = self.trial.saved[self.block.saved[0] : first.saved[0]]
         if storages_of(saved_first) - self.weights - storages_of(first.inputs):
-            raise _refusal(self.block.path, f"saves for its backward what it makes ahead of {self.parts[0].name}")
+            raise _refusal(self.block.path, f"saves for its backward what it makes before {self.parts[0].name}")
         saved_last = self.trial.saved[last.saved[1] : self.block.saved[1]]
         if storages_of(saved_last) - self.weights - self._known_after(len(self.parts) - 1):
-            raise _refusal(self.block.path, f"saves for its backward what it makes behind {self.parts[-1].name}")
+            raise _refusal(self.block.path, f"saves for its backward what it makes after {self.parts[-1].name}")
 
     def part(self, k: int) -> Part:
         return Part(
@@ -135,7 +135,7 @@ class _BlockTrace:
         for k in reversed(range(len(self.parts) - 1)):
             for use in self._uses_after(k):
                 if use.time >= self.block.stop:
-                    raise _refusal(self.block.path, f"returns what it makes behind {self.parts[k].name}")
+                    raise _refusal(self.block.path, f"returns what it makes after {self.parts[k].name}")
                 q = next(q for q, start in enumerate(self._starts) if use.time < start)
                 read_with[k] = max(read_with[k], read_with[q])
         return read_with

@@ -204,7 +204,7 @@ class StructureFinder:
         return frozenset(map(self._kind, self._trial.reached))
 
     def _kind(self, name: str) -> str:
-        """Return the name with a * for each number behind that of its block."""
+        """Return the name with a * for each number after that of its block."""
         block = re.match(rf"{re.escape(self._list_path)}\.\d+\.", name)
         begin = block.end() if block else 0
         return name[:begin] + re.sub(r"\b\d+\b", "*", name[begin:])

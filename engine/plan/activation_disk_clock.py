@@ -1,4 +1,4 @@
-"""Simulates on the clocks of a step when activations are on disk and back, as DiskActivations moves them."""
+"""Simulates when activations reach the disk and return from it, as DiskActivations moves them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Run = Callable[..., float]
 
 @dataclass
 class _Coming:
-    """Tracks an activation that is read back from disk: how many of its bytes are read, and since when all of them."""
+    """Tracks an activation that is read back from disk: how many of its bytes are read, and until when."""
 
     op: Op
     num_bytes: int = 0
-    there_s: float = 0.0
+    read_s: float = 0.0
 
 
-class SimulatedFile:
-    """Simulates the disk and the windows between it and the device.
+class SimulatedActivationDisk:
+    """Simulates the disk and the staging buffers between it and the device.
 
     The disk does one transfer at a time. Activations come back in the order that is given to `expect`.
     """
@@ -30,7 +30,7 @@ class SimulatedFile:
     def __init__(self, room: int, run: Run) -> None:
         """Create a simulation.
 
-        room: bytes of all windows together.
+        room: bytes of all staging buffers together.
         run: charges an operation to a stage's clock.
         """
         self._room = room
@@ -42,8 +42,8 @@ class SimulatedFile:
         self._stored_s = 0.0  # when the last activation that left is on disk
         self._coming: deque[_Coming] = deque()
 
-    def leave(self, op: Op, after_s: float) -> float:
-        """Return when all bytes of `op` have left the device. What windows have no room for is on disk by then.
+    def offload(self, op: Op, after_s: float) -> float:
+        """Return when all bytes of `op` have left the device. What the buffers have no room for is on disk by then.
 
         after_s: time before which nothing leaves.
         """
@@ -54,7 +54,7 @@ class SimulatedFile:
         return left_s
 
     def expect(self, ops: Iterable[Op], after_s: float) -> None:
-        """Announce the order in which activations come back, and read as much as windows have room for.
+        """Announce the order in which activations come back, and read as much as the buffers have room for.
 
         Call it when all of them have left the device.
 
@@ -63,16 +63,16 @@ class SimulatedFile:
         self._coming.extend(map(_Coming, ops))
         self._read_ahead(max(after_s, self._stored_s))
 
-    def fetch(self, op: Op, after_s: float) -> float:
-        """Return when the next activation, `op`, is back on the device. Later ones are read into the freed windows.
+    def reload(self, op: Op, after_s: float) -> float:
+        """Return when the next activation, `op`, is back on the device. Later ones are read into the freed buffers.
 
         after_s: time from which the activation has memory on the device.
         """
         found = self._coming.popleft()
         if found.num_bytes < op.num_bytes:
-            found.there_s = self._move(op, op.num_bytes - found.num_bytes, max(after_s, found.there_s))
-        back_s = self._run(Stage.H2D, op, after_s, found.there_s)
-        self._read_ahead(max(after_s, found.there_s))
+            found.read_s = self._move(op, op.num_bytes - found.num_bytes, max(after_s, found.read_s))
+        back_s = self._run(Stage.H2D, op, after_s, found.read_s)
+        self._read_ahead(max(after_s, found.read_s))
         return back_s
 
     def _read_ahead(self, after_s: float) -> None:
@@ -80,7 +80,7 @@ class SimulatedFile:
         for coming in self._coming:
             num_bytes = min(room, coming.op.num_bytes - coming.num_bytes)
             if num_bytes:
-                coming.there_s = self._move(coming.op, num_bytes, after_s)
+                coming.read_s = self._move(coming.op, num_bytes, after_s)
                 coming.num_bytes += num_bytes
                 room -= num_bytes
             if not room:

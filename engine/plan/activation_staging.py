@@ -1,4 +1,4 @@
-"""Places activations on disk, and sizes the windows (host staging buffers) that they pass through. Pure."""
+"""Places activations on disk, and sizes the staging buffers in host memory that they pass through. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
-# 32 windows of at most 8 MiB are 256 MiB. The disk transfers a quarter of them at once. The others, three times as
+# 32 buffers of at most 8 MiB are 256 MiB. The disk transfers a quarter of them at once. The others, three times as
 # many, are being filled, or wait for their copy.
-NUM_WINDOWS = 32
+MOST_BUFFERS = 32
 KIND = "activations"  # the only kind in an extent of activations (Extent.kinds)
-# Where activations are small, there are windows for three of them: one is copied, one is written or read, one waits.
+# Where activations are small, there are buffers for three of them: one is copied, one is written or read, one waits.
 AT_ONCE = 3
 
 
@@ -46,27 +46,27 @@ class ActivationBlock(NamedTuple):
 
 
 class StagingBuffers(NamedTuple):
-    """Number and size of the windows."""
+    """Holds the number and the size of a GPU's staging buffers."""
 
     number: int
-    num_bytes: int  # of each window
+    num_bytes: int  # of each
 
     @staticmethod
     def of(activations: Sequence[int]) -> StagingBuffers:
-        """Return the windows that some activations need.
+        """Return the staging buffers that some activations need.
 
         activations: bytes of each; at least one.
         """
         largest = max(activations)
         num_bytes = min(BLOCK_BYTES, aligned(largest))
-        return StagingBuffers(min(NUM_WINDOWS, AT_ONCE * -(-largest // num_bytes)), num_bytes)
+        return StagingBuffers(min(MOST_BUFFERS, AT_ONCE * -(-largest // num_bytes)), num_bytes)
 
     def num_blocks(self, activations: Sequence[int]) -> int:
         """Return the number of blocks that activations of these sizes (bytes) take on disk."""
         return sum(-(-num_bytes // self.num_bytes) for num_bytes in activations)
 
     def host_bytes(self, activations: Sequence[int]) -> int:
-        """Return the bytes of host memory for windows, and for a checksum of each block.
+        """Return the bytes of host memory for the buffers, and for a checksum of each block.
 
         activations: bytes of each activation on disk.
         """
@@ -78,7 +78,7 @@ def staging_buffers_of(plan: Plan) -> StagingBuffers:
 
 
 def with_staging_buffers(plan: Plan) -> Plan:
-    """Return the plan with windows for the activations that it has on disk, if any."""
+    """Return the plan with staging buffers for the activations that it has on disk, if any."""
     if not plan.disk_activations:
         return plan
     number, num_bytes = StagingBuffers.of(plan.disk_activations)

@@ -270,7 +270,7 @@ class Plan:
         return -(-self.step.micro_batch_size * self.step.seq_len // tokens) if tokens else 1
 
     @property
-    def boundary_bytes(self) -> int:
+    def host_boundary_bytes(self) -> int:
         """Return the bytes of host memory for the inputs of layers."""
         on_host = (layer.boundary_bytes for layer in self.layers if layer.boundary is Tier.HOST)
         return self.step.num_live_micro_batches * sum(on_host)
@@ -281,10 +281,10 @@ class Plan:
 
         During a backward they run in both directions, and during a forward activations may leave.
         """
-        return self.step.update_order is UpdateOrder.BACKWARD or self.kept_bytes > 0
+        return self.step.update_order is UpdateOrder.BACKWARD or self.host_kept_bytes > 0
 
     @property
-    def kept_bytes(self) -> int:
+    def host_kept_bytes(self) -> int:
         """Return the bytes of host memory for the activations that layers keep for their backward."""
         on_host = (layer.kept_bytes for layer in self.layers if layer.kept is Tier.HOST)
         return self.step.num_live_micro_batches * sum(on_host)
@@ -292,7 +292,7 @@ class Plan:
     @property
     def host_activation_bytes(self) -> int:
         """Return the bytes of host memory for all activations."""
-        return self.boundary_bytes + self.kept_bytes
+        return self.host_boundary_bytes + self.host_kept_bytes
 
     @cached_property
     def disk_activations(self) -> tuple[int, ...]:
@@ -308,14 +308,14 @@ class Plan:
         return sum(map(aligned, self.disk_activations))
 
     @property
-    def activation_files_bytes(self) -> int:
-        """Return the bytes of the activation files of all GPUs of a host. Each GPU has its own file."""
+    def activation_disk_bytes(self) -> int:
+        """Return the bytes of disk for the activations of a host, whose GPUs have a file each."""
         return self.hosts.gpus_per_host * self.activation_file_bytes
 
     @property
     def written_bytes(self) -> int:
         """Return the bytes written to a host's disk in a step. As many are read, besides `weight_read_bytes`."""
-        return self.total_bytes(Tier.NVME) + (self.step.num_sweeps - 1) * self.activation_files_bytes
+        return self.total_bytes(Tier.NVME) + (self.step.num_sweeps - 1) * self.activation_disk_bytes
 
     @property
     def moves_activations(self) -> bool:

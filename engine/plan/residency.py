@@ -53,12 +53,12 @@ class Residency:
 
     loads: uploads in the order in which they are issued.
     slots: slots[v] gives the slot of each fragment that visit v needs.
-    frees: frees[v] are the slots whose content is not needed after visit v.
+    released: released[v] are the slots whose content is not needed after visit v.
     """
 
     loads: tuple[Load, ...]
     slots: tuple[Mapping[FragmentId, int], ...]
-    frees: tuple[frozenset[int], ...]
+    released: tuple[frozenset[int], ...]
 
 
 @dataclass
@@ -166,25 +166,25 @@ def plan_residency(
                 loads.append(Load(fragment, slot, v, before.last_visit if before else -1))
             simulation.hold(slot, fragment, v)
         during.append({fragment: simulation.where[fragment] for fragment in fragments})
-    return Residency(tuple(loads), tuple(during), _frees(loads, during))
+    return Residency(tuple(loads), tuple(during), _released(loads, during))
 
 
-def _frees(loads: Sequence[Load], during: Sequence[Mapping[FragmentId, int]]) -> tuple[frozenset[int], ...]:
-    """Return the slots that are freed after each visit.
+def _released(loads: Sequence[Load], during: Sequence[Mapping[FragmentId, int]]) -> tuple[frozenset[int], ...]:
+    """Return the slots that are released after each visit.
 
-    A slot is freed after the last visit that uses its fragment before the slot is refilled or the step ends.
+    A slot is released after the last visit that uses its fragment before the slot is refilled or the step ends.
     """
-    frees: list[set[int]] = [set() for _ in during]
+    released: list[set[int]] = [set() for _ in during]
     refilled = {(load.slot, load.after_visit) for load in loads}
     last_use: dict[int, int] = {}
     for v, held in enumerate(during):
         for slot in held.values():
             last_use[slot] = v
             if (slot, v) in refilled:
-                frees[v].add(slot)
+                released[v].add(slot)
     for slot, v in last_use.items():
-        frees[v].add(slot)
-    return tuple(frozenset(f) for f in frees)
+        released[v].add(slot)
+    return tuple(frozenset(slots) for slots in released)
 
 
 def regions_of(layers: Sequence[int], needed_bytes: Sequence[int], region_bytes: Sequence[int]) -> dict[int, int]:

@@ -145,7 +145,7 @@ def _waiting_lines(plan: Plan) -> list[str]:
     if replayed := len(plan.replayed_layers):
         lines.append(f"boundary  activations of {replayed} layers are computed again for their backward")
     if offloaded := sum(layer.kept is Tier.HOST for layer in plan.layers):
-        num_bytes = format_bytes(plan.kept_bytes)
+        num_bytes = format_bytes(plan.host_kept_bytes)
         lines.append(f"offload   what {offloaded} layers keep waits on the host for their backward, {num_bytes}")
     return lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 
@@ -64,9 +63,7 @@ class Evaluator:
     def _score(self, j: int, forward_pass: ForwardPass, targets: Targets, of_chunk: OfChunk) -> torch.Tensor:
         hidden = forward_pass.final_hidden
         forward_pass.free()
-        with ExitStack() as stack:
-            for path in sorted(self._model.structure.loss_modules):
-                stack.enter_context(self._model.bound(path))
-            stack.enter_context(self._device.compute(Op("evaluate loss", len(self._model.structure.layers) - 1, j)))
+        op = Op("evaluate loss", len(self._model.structure.layers) - 1, j)
+        with self._model.bound_loss(), self._device.compute(op):
             logits = self._model.proxied.logits
             return score_chunks(logits, hidden, targets, of_chunk, chunk_tokens=self._chunk_tokens)

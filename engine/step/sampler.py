@@ -7,7 +7,6 @@ cache, positions and masks that Transformers gives it, and weights are wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -134,16 +133,13 @@ class Sampler:
         if layer == 0 and forward_pass.pending is None:
             forward_pass.start()
         while (call := forward_pass.pending) is not None and self._model.structure.layer_of[call.path] == layer:
-            with ExitStack() as stack:
-                stack.enter_context(self._device.compute(Op("sample", layer)))
-                if call.path in self._model.structure.loss_modules:  # until the next forward calls its first layer
-                    for path in sorted(self._model.structure.loss_modules):
-                        stack.enter_context(self._model.bound(path))
+            op = Op("sample", layer)
+            if call.path in self._model.structure.loss_modules:  # bound until the next forward calls its first layer
+                with self._device.compute(op), self._model.bound_loss():
                     forward_pass.answer(None)
-                else:
-                    stack.enter_context(self._model.bound(call.path))
+            else:
+                with self._device.compute(op), self._model.bound(call.path):
                     result = call.infer(self._model.eager(call.path))
-            if call.path not in self._model.structure.loss_modules:
                 forward_pass.answer(result)
         if forward_pass.pending is None:
             self._pass = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -121,13 +121,8 @@ class StepLoss:
     @contextmanager
     def _bound(self) -> Iterator[Named]:
         """Bind the weights of the head's modules for the block; yield their parameters."""
-        with ExitStack() as stack:
-            named: Named = []
-            for path in sorted(self._model.structure.loss_modules):
-                _, parameters = stack.enter_context(self._model.bound(path))
-                named += zip(self._model.segments[path], parameters, strict=True)
-            stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
-            yield named
+        with self._model.bound_loss() as bound, self._model.saving(*bound):
+            yield [pair for path in bound for pair in zip(self._model.segments[path], bound[path], strict=True)]
 
     def _of_logprobs(
         self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -139,6 +139,12 @@ class BoundModel:
             module.parameters[addresses] = parameters
         with module.template.bound(parameters, module.positions):
             yield module.function, parameters
+
+    @contextmanager
+    def bound_loss(self) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Bind the modules that compute the loss, and yield the parameters of each by path."""
+        with ExitStack() as stack:
+            yield {path: stack.enter_context(self.bound(path))[1] for path in sorted(self.structure.loss_modules)}
 
     def forget(self, memory: torch.Tensor) -> None:
         """Drop the views into `memory`, which is about to be freed, that earlier calls have bound."""

@@ -130,13 +130,13 @@ class LayerStreamer:
     @contextmanager
     def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:
         """Yield the visit's fragments, in use until the block ends. Compute thread only."""
-        regions, frees = self.wait(visit), self._residency.frees[visit]
+        regions, released = self.wait(visit), self._residency.released[visit]
         slots = [(slot, self._name(fragment)) for fragment, slot in self._residency.slots[visit].items()]
         for slot, name in slots:
             self._ring.to(slot, SlotState.IN_USE, name)
         yield regions
         for slot, name in slots:
-            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, name)
+            self._ring.to(slot, SlotState.FREE if slot in released else SlotState.READY, name)
         self._released[visit].set_result(self._device.record())
 
     def _arrived(self, future: Future[Arrival], visit: int) -> Arrival:

@@ -210,7 +210,7 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     moved = [row["disk_bytes"] for row in rows if "disk_bytes" in row]
     if not on_disk or not moved:
         return
-    activations = plan.activation_files_bytes
+    activations = plan.activation_disk_bytes
     of_saves = 2 * (on_disk - activations)
     traffic = _mean(sum(columns.values()) for columns in moved)
     yield Term("disk traffic", TermKind.MOVED, 2 * plan.written_bytes + plan.disk.weight_read_bytes, traffic, of_saves)

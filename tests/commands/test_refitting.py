@@ -112,7 +112,7 @@ def test_a_disk_with_several_rates_keeps_their_proportion() -> None:
 def test_the_rate_beside_copies_is_that_of_updates_while_activations_leave() -> None:
     wrong = replace(PROFILE, adamw_busy_per_s=TWICE * PROFILE.adamw_busy_per_s)
     plan = planned(wrong)
-    assert plan.kept_bytes, "updates under a forward seem to be fastest beside copies"
+    assert plan.host_kept_bytes, "updates under a forward seem to be fastest beside copies"
     done = refit_of(plan, compared(plan, PROFILE))
     assert done.profile.adamw_per_s == wrong.adamw_per_s
     assert done.profile.adamw_busy_per_s == pytest.approx(PROFILE.adamw_busy_per_s)

@@ -135,7 +135,7 @@ def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
     )
     assert activations and activations.measured == activations.predicted
-    assert activations.measured == 2 * plan.step.num_sweeps * plan.activation_files_bytes
+    assert activations.measured == 2 * plan.step.num_sweeps * plan.activation_disk_bytes
     assert bool(weights) == bool(plan.weights_on_disk)
     assert weights is None or weights.measured == weights.predicted == plan.disk.weight_read_bytes
     assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2

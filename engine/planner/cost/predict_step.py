@@ -106,15 +106,15 @@ def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
         return _second(replace(plan, step=replace(plan.step, num_micro_batches=number)), basis, prices)
 
     fewer, more = with_fewer(PERIODS - 1), with_fewer(PERIODS)
-    beside_disk = _beside_disk(fewer, more)
-    if beside_disk < PERIODS:
+    num_disk_bound = _num_disk_bound(fewer, more)
+    if num_disk_bound < PERIODS:
         return _extended(fewer, more, count - PERIODS)
-    if beside_disk + 1 >= count:
+    if num_disk_bound + 1 >= count:
         return _second(plan, basis, prices)
-    return _extended(with_fewer(beside_disk), with_fewer(beside_disk + 1), count - beside_disk - 1)
+    return _extended(with_fewer(num_disk_bound), with_fewer(num_disk_bound + 1), count - num_disk_bound - 1)
 
 
-def _beside_disk(fewer: SimulatedStep, more: SimulatedStep) -> int:
+def _num_disk_bound(fewer: SimulatedStep, more: SimulatedStep) -> int:
     """Return the number of micro-batches at which a step stops being bound by the disk.
 
     With fewer, one micro-batch more need not lengthen the step by all of its compute time. 0: it always does.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
+from megatrain_ray.engine.plan.activation_disk_clock import SimulatedActivationDisk
 from megatrain_ray.engine.plan.activation_moves import RETURNING, Activations, away, is_on_disk, needed, num_bytes
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import Phase, Visit
@@ -43,7 +43,7 @@ class SimulatedActivations:
         visits: of a step.
         """
         self._clocks = clocks
-        self._windows = SimulatedFile(plan.disk.num_staging_buffers * plan.disk.staging_buffer_bytes, clocks.run)
+        self._disk = SimulatedActivationDisk(plan.disk.num_staging_buffers * plan.disk.staging_buffer_bytes, clocks.run)
         self._offloaded = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
         self._moving: set[int] = set()  # visits for which activations move
         self._stops: list[_Stop] = []  # of these visits, in their order
@@ -75,7 +75,7 @@ class SimulatedActivations:
         self._out_s = 0.0  # when the last offload had ended
         self._back_s: list[float] = []  # of each stop: when its activations are on the device again
         self._num_stops = 0  # reached so far
-        self._windows.begin()
+        self._disk.begin()
 
     def moves(self, visit: Visit) -> bool:
         """Return whether activations are offloaded or reloaded for this visit."""
@@ -89,7 +89,7 @@ class SimulatedActivations:
         before_s = self._out_s
         for op, on_disk in self._offloaded[layer]:
             after_s = self._clocks.computed_s
-            left_s = self._windows.leave(op, after_s) if on_disk else self._clocks.run(Stage.D2H, op, after_s)
+            left_s = self._disk.offload(op, after_s) if on_disk else self._clocks.run(Stage.D2H, op, after_s)
             self._out_s = max(self._out_s, left_s)
         self._clocks.wait(before_s, "d2h")
 
@@ -99,7 +99,7 @@ class SimulatedActivations:
         this = self._num_stops
         stop = self._stops[this]
         if stop.sweep:
-            self._windows.expect(stop.sweep, self._clocks.computed_s)
+            self._disk.expect(stop.sweep, self._clocks.computed_s)
         for coming in self._stops[len(self._back_s) : this + 1 + stop.is_followed]:
             self._back_s.append(max(map(self._fetch, coming.moves), default=0.0))
         self._clocks.wait(self._back_s[this], "h2d")
@@ -107,7 +107,7 @@ class SimulatedActivations:
 
     def _fetch(self, move: _Move) -> float:
         after_s = self._clocks.computed_s
-        return self._windows.fetch(move.op, after_s) if move.on_disk else self._clocks.run(Stage.H2D, move.op, after_s)
+        return self._disk.reload(move.op, after_s) if move.on_disk else self._clocks.run(Stage.H2D, move.op, after_s)
 
 
 def _move(plan: Plan, layer: int, kind: Activations) -> _Move:

@@ -4,8 +4,8 @@ The times are those of the engine on the virtual clock (megatrain_ray/virtual_cl
 slots, the offloader and the shards wait for is repeated here in a few lines each;
 tests/engine/planner/cost/test_simulation.py compares both.
 
-Visits, loads and updates are in this module. On the same clocks move gradients (simulate_gradients.py), Muon's
-directions and what is on disk (simulated_buffers.py), and activations (simulate_activations.py).
+This module simulates visits, loads and updates. Other modules submit to the same clocks: simulate_gradients.py,
+simulate_activations.py, and simulated_buffers.py for what is on disk and for Muon's directions.
 
 Without clipping the room in the slab is not simulated. A full slab can then hold up a backward, but otherwise the next
 forward would wait as long, so a step takes as long.

@@ -10,7 +10,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer.undo_log import num_units, room_bytes
 from megatrain_ray.engine.plan.activation_staging import staging_buffers_of
 from megatrain_ray.engine.plan.plan import MemoryItem, Plan
-from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, windows_bytes
+from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, upload_buffers_bytes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -48,16 +48,16 @@ def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
         rows["state slots"] = slots_bytes(plan, layout), formula
     if plan.weights_on_disk:
         formula = f"{plan.disk.num_upload_buffers} working copies of layers on their way from disk to the device"
-        rows["weight windows"] = windows_bytes(plan, layout), formula
+        rows["weight windows"] = upload_buffers_bytes(plan, layout), formula
     each_gpu = _each_gpu(plan)
-    if plan.boundary_bytes:
+    if plan.host_boundary_bytes:
         rows["boundary activations"] = (
-            plan.hosts.gpus_per_host * plan.boundary_bytes,
+            plan.hosts.gpus_per_host * plan.host_boundary_bytes,
             f"what enters layers, until their backward{each_gpu}",
         )
-    if plan.kept_bytes:
+    if plan.host_kept_bytes:
         rows["kept activations"] = (
-            plan.hosts.gpus_per_host * plan.kept_bytes,
+            plan.hosts.gpus_per_host * plan.host_kept_bytes,
             f"what layers keep, until their backward{each_gpu}",
         )
     if plan.disk_activations:
@@ -72,8 +72,7 @@ def _each_gpu(plan: Plan) -> str:
 
 
 def _staging_buffers(plan: Plan) -> tuple[int, str]:
-    on_disk, windows = plan.disk_activations, staging_buffers_of(plan)
-    num_bytes = windows.host_bytes(on_disk)
+    num_bytes = staging_buffers_of(plan).host_bytes(plan.disk_activations)
     formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
     return plan.hosts.gpus_per_host * num_bytes, formula + _each_gpu(plan)
 
@@ -106,7 +105,7 @@ def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
         times = "once" if plan.step.num_sweeps == 1 else f"{plan.step.num_sweeps} times"
         of = f"of {len(plan.disk_activations)} layers and micro-batches{_each_gpu(plan)}"
         formula = f"{of}, written and read {times} a step"
-        yield MemoryItem(Tier.NVME, "activations", plan.activation_files_bytes, formula)
+        yield MemoryItem(Tier.NVME, "activations", plan.activation_disk_bytes, formula)
 
 
 def _state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

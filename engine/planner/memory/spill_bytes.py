@@ -1,6 +1,6 @@
 """Counts what spilled gradients, optimizer state and working copies take on disk and in host memory. Pure.
 
-In host memory they take the slots and windows that they pass through, and a table of checksums.
+In host memory they take the slots and buffers that they pass through, and a table of checksums.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXTENT_ELEMENTS = 1 << 23
 # There are few, because the memory that slots take must be gained by spilling more.
 STATE_SLOTS = 8
 LAYERS_AT_ONCE = 3  # slots if layers are small: one layer is read, one updated, one written
-WEIGHT_WINDOWS = 2  # one is read while one is uploaded
+UPLOAD_BUFFERS = 2  # one is read while one is uploaded
 
 
 def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout) -> Plan:
@@ -49,11 +49,11 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
     if sizes.gradients:
         waiting = [size * item for size in sizes.gradients]
         slab_bytes += max(0, in_flight(waiting) - deferred_bytes(plan, layout)) - sum(waiting)
-    num_slots, windows = Spilling(plan).num_slots(sizes.largest), WEIGHT_WINDOWS if plan.weights_on_disk else 0
+    num_slots, num_buffers = Spilling(plan).num_slots(sizes.largest), UPLOAD_BUFFERS if plan.weights_on_disk else 0
     return replace(
         plan,
         gradients=replace(plan.gradients, slab_bytes=slab_bytes),
-        disk=replace(plan.disk, num_state_slots=num_slots, num_upload_buffers=windows),
+        disk=replace(plan.disk, num_state_slots=num_slots, num_upload_buffers=num_buffers),
     )
 
 
@@ -102,9 +102,9 @@ def spilled_bytes(plan: Plan, layout: ModelLayout) -> ByKind:
     return spilling.total(Sizes.of(plan, layout), spilling.disk_bytes)
 
 
-def windows_bytes(plan: Plan, layout: ModelLayout) -> int:
+def upload_buffers_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Return the host bytes that working copies on disk pass through on their way to the device, at most."""
-    return Spilling(plan).windows_bytes(Sizes.of(plan, layout).largest)
+    return Spilling(plan).upload_buffers_bytes(Sizes.of(plan, layout).largest)
 
 
 class Sizes(NamedTuple):
@@ -173,7 +173,7 @@ class Spilling:
         return ByKind(*(sum(n * of_layer(size)[kind] for size, n in layers.items()) for kind, layers in counts))
 
     def _passing(self, largest: ByKind) -> int:
-        return self.slots_bytes(largest, self.num_slots(largest)) + self.windows_bytes(largest)
+        return self.slots_bytes(largest, self.num_slots(largest)) + self.upload_buffers_bytes(largest)
 
     def num_slots(self, largest: ByKind) -> int:
         """Return the number of slots of each shard."""
@@ -207,12 +207,12 @@ class Spilling:
         """Return the bytes of the table's words for all blocks: the checksum and the stored length of each."""
         return sum(self.total(sizes, self._table_bytes))
 
-    def windows_bytes(self, largest: ByKind) -> int:
-        """Return the bytes of the windows for working copies with the buffers that unpack blocks."""
+    def upload_buffers_bytes(self, largest: ByKind) -> int:
+        """Return the bytes of the buffers for working copies with the buffers that unpack blocks."""
         if not largest.weights:
             return 0
-        window_bytes = self.disk_bytes(largest.weights).weights
-        return WEIGHT_WINDOWS * window_bytes + self._packers_bytes(window_bytes)
+        buffer_bytes = self.disk_bytes(largest.weights).weights
+        return UPLOAD_BUFFERS * buffer_bytes + self._packers_bytes(buffer_bytes)
 
     def _packers_bytes(self, most: int) -> int:
         """Return the bytes of packing buffers in a process that moves blocks of every shard's file.

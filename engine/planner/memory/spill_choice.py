@@ -96,7 +96,7 @@ class Spillable:
     @cached_property
     def most(self) -> Most:
         everything = _on_disk(self.order(ORDERS[0]))
-        # Slots and windows may take more host memory than spilling the last kinds frees.
+        # Slots and buffers may take more host memory than spilling the last kinds frees.
         without_weights = everything._replace(weights=frozenset())
         activations = without_weights._replace(gradients=frozenset(), state=frozenset())
         gain = max(map(self.gain, (everything, without_weights, activations)))
@@ -156,16 +156,16 @@ class Spillable:
     @cached_property
     def _by_moving(self) -> list[int]:
         """Return by how many bytes host memory shrinks with none, one, two, … activations on disk."""
-        windows, live, on_disk = StagingBuffers(0, 0), self.plan.step.num_live_micro_batches, Counter[int]()
+        buffers, live, on_disk = StagingBuffers(0, 0), self.plan.step.num_live_micro_batches, Counter[int]()
         gained, freed, num_blocks = [0], 0, 0
         for size in (self._size(*item) for item in self._moving):
             if size > max(on_disk, default=0):
-                windows = StagingBuffers.of([size])
-                num_blocks = sum(count * windows.num_blocks([other]) for other, count in on_disk.items())
+                buffers = StagingBuffers.of([size])
+                num_blocks = sum(count * buffers.num_blocks([other]) for other, count in on_disk.items())
             on_disk[size] += live
             freed += live * size
-            num_blocks += live * windows.num_blocks([size])
-            taken = windows.number * windows.num_bytes + WORD_BYTES * num_blocks
+            num_blocks += live * buffers.num_blocks([size])
+            taken = buffers.number * buffers.num_bytes + WORD_BYTES * num_blocks
             gained.append(self.plan.hosts.gpus_per_host * (freed - taken))
         return gained
 
@@ -203,10 +203,10 @@ class Spillable:
         moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
         moved, live = 0, self.plan.step.num_live_micro_batches
         if moving:
-            windows = StagingBuffers.of([max(moving)])
-            num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
+            buffers = StagingBuffers.of([max(moving)])
+            num_blocks = sum(count * buffers.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            moved = self.plan.hosts.gpus_per_host * (live * freed - windows.number * windows.num_bytes)
+            moved = self.plan.hosts.gpus_per_host * (live * freed - buffers.number * buffers.num_bytes)
         sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
         return moved + self._spilling.gain(sizes, self._deferred_bytes)
 

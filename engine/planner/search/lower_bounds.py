@@ -12,7 +12,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.plan.activation_moves import away, is_on_disk, num_bytes
-from megatrain_ray.engine.plan.activation_staging import NUM_WINDOWS
+from megatrain_ray.engine.plan.activation_staging import MOST_BUFFERS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import group_of
@@ -23,7 +23,7 @@ from megatrain_ray.engine.planner.cost.layer_costs import LayerPrices
 from megatrain_ray.engine.planner.cost.simulate_step import operations
 from megatrain_ray.engine.planner.memory.spill_bytes import room_in_slots
 
-WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # the most bytes of a GPU's activations that are in windows
+BUFFERS_BYTES = MOST_BUFFERS * BLOCK_BYTES  # the most bytes of a GPU's activations that are in staging buffers
 
 
 class Bounds:
@@ -95,8 +95,8 @@ class Bounds:
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, visit_s in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * visit_s
-        in_windows = self._plan.hosts.gpus_per_host * WINDOWS_BYTES
-        moved_s = max(0.0, activations_s - in_windows / self._basis.activations_per_s)
+        in_buffers = self._plan.hosts.gpus_per_host * BUFFERS_BYTES
+        moved_s = max(0.0, activations_s - in_buffers / self._basis.activations_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
         swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
         return max(swept_s, self.compute_s - seconds[Phase.FORWARD])

@@ -97,8 +97,8 @@ class SplitSearch:
         alike = self._candidates[0]._replace(**every)
         if alike not in self._leaving:
             plan = self._builder.in_memory(alike)
-            room = self._bounds(plan).forward_bytes - plan.boundary_bytes
-            self._leaving[alike] = plan.kept_bytes / room if room > 0 else math.inf
+            room = self._bounds(plan).forward_bytes - plan.host_boundary_bytes
+            self._leaving[alike] = plan.host_kept_bytes / room if room > 0 else math.inf
         return self._leaving[alike]
 
     def _may_spill(self, num_bytes: int) -> bool:

@@ -292,7 +292,7 @@ def test_where_boundaries_wait_changes_no_bit(
         )
         for tier in (Tier.HOST, Tier.HBM)
     )  # fmt: skip
-    assert ours.plan.boundary_bytes
+    assert ours.plan.host_boundary_bytes
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name

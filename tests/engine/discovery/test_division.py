@@ -49,7 +49,7 @@ WITHOUT_DROPOUT: dict[str, dict[str, float]] = {
 # Their experts are divided, too.
 WITH_GROUPS = {"Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "GLM-4.5", "Granite-MoE, shared", "Jamba"}
 REFUSED = {
-    "Qwen3-Next": "saves for its backward what it makes behind",
+    "Qwen3-Next": "saves for its backward what it makes after",
     "Gemma 3n": "does not call each module that holds weights of its own exactly once",
     "Zamba2": "outside of",
 }

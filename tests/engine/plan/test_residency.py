@@ -67,7 +67,7 @@ def test_a_slot_is_free_once_nobody_comes_back_for_it() -> None:
     phases = [v.phase for v in visits(4, 1, LoopOrder.LAYERS_OUTER)]
     assert phases[3] is Phase.HEAD
     # Visits 0 and 1 make room for layers 2 and 3; 2 stays for its backward; the head's slot is refilled.
-    assert [sorted(f) for f in residency.frees] == [[0], [1], [], [1], [0], [1], [0]]
+    assert [sorted(f) for f in residency.released] == [[0], [1], [], [1], [0], [1], [0]]
 
 
 def test_too_few_slots_are_refused() -> None:

@@ -253,7 +253,7 @@ def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
     assert [layer.boundary for layer in away.layers] == [Tier.HBM, *[Tier.HOST] * LAYERS, Tier.HBM]
     assert rows(kept, Tier.HBM)["boundary activations"] == 16 * (LAYERS + 1) * one
     assert rows(away, Tier.HBM)["boundary activations"] == (16 + 2) * one
-    assert rows(away, Tier.HOST)["boundary activations"] == away.boundary_bytes == 16 * LAYERS * one
+    assert rows(away, Tier.HOST)["boundary activations"] == away.host_boundary_bytes == 16 * LAYERS * one
     assert "boundary activations" not in rows(kept, Tier.HOST)
     assert f"boundary  activations of {LAYERS} layers wait on the host" in describe(away)
 
@@ -285,7 +285,7 @@ def test_boundaries_are_computed_again_where_copies_take_longer(copies: str) -> 
     rates = replace(MACHINE.rates, **slow) if copies == "slow" else MACHINE.rates
     plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=4600 << 20, profile=rates), request)
     assert plan.prediction
-    assert (len(plan.replayed_layers), plan.boundary_bytes > 0) == ((12, False) if copies == "slow" else (0, True))
+    assert (len(plan.replayed_layers), plan.host_boundary_bytes > 0) == ((12, False) if copies == "slow" else (0, True))
     assert ("replay" in plan.prediction.compute_s) == (copies == "slow")
 
 
@@ -299,7 +299,7 @@ def test_what_enters_the_lowest_trained_layer_stays(freeze: tuple[str, ...], low
     plan = build_plan(structure, activations, MACHINE, replace(REQUEST, num_micro_batches=16), candidate)
     one, num_away = BATCH * SEQ * HIDDEN * 2, LAYERS - lowest
     assert [layer.boundary is Tier.HOST for layer in plan.layers] == [lowest < i <= LAYERS for i in range(LAYERS + 2)]
-    assert rows(plan, Tier.HOST)["boundary activations"] == plan.boundary_bytes == 16 * num_away * one
+    assert rows(plan, Tier.HOST)["boundary activations"] == plan.host_boundary_bytes == 16 * num_away * one
     staying = 16 if lowest else 0
     assert rows(plan, Tier.HBM)["boundary activations"] == (staying + 16 + 2) * one
 

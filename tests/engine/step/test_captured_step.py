@@ -280,7 +280,7 @@ def test_nothing_of_a_captured_step_waits_for_the_host() -> None:
     fits = [plan for gib in range(4, 24, 3) if (plan := _captured_within(gib << 30))]
     assert fits
     for plan in fits:
-        assert (plan.host_layers, plan.gradients.sums, plan.boundary_bytes) == (frozenset(), Tier.HBM, 0)
+        assert (plan.host_layers, plan.gradients.sums, plan.host_boundary_bytes) == (frozenset(), Tier.HBM, 0)
 
 
 def _captured_within(hbm_bytes: int) -> Plan | None:

@@ -182,7 +182,7 @@ def test_what_is_kept_on_the_host_is_bit_equal(
     blocks = [i for i, layer in enumerate(ours.plan.layers) if layer.kept is Tier.HOST]
     assert blocks == [1, 2]
     planned = sum(layer.kept_bytes for layer in ours.plan.layers)
-    assert ours.plan.kept_bytes == planned * ours.plan.step.num_live_micro_batches
+    assert ours.plan.host_kept_bytes == planned * ours.plan.step.num_live_micro_batches
     for stage in (Stage.D2H, Stage.H2D):
         moved = [r.op for r in ours.records[-1] if r.op.name == "kept" and r.stage is stage]
         expected = [(layer, j) for layer in blocks for j in range(4 // micro_batch_size)]

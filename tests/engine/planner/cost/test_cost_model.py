@@ -211,10 +211,10 @@ def test_boundaries_wait_on_the_host_where_the_device_is_small() -> None:
     """64 × 1024 tokens in 16 GiB: those of 28 layers are 12 GiB, and take 4 % of a step's time on PCIe."""
     plan = chosen(16, micro_batch_size=4, num_micro_batches=16)
     assert (plan.step.order, plan.gradients.sums) == (LAYERS, Tier.HBM)
-    assert plan.boundary_bytes == 28 * 64 * 1024 * 3584 * 2
+    assert plan.host_boundary_bytes == 28 * 64 * 1024 * 3584 * 2
     assert plan.prediction is not None
     assert sum(plan.prediction.exposed_s.values()) < 0.1 * plan.prediction.step_s
-    assert not chosen(120, micro_batch_size=4, num_micro_batches=16).boundary_bytes
+    assert not chosen(120, micro_batch_size=4, num_micro_batches=16).host_boundary_bytes
 
 
 def test_a_deep_model_is_planned_in_a_moment() -> None:

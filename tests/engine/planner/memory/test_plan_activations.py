@@ -13,7 +13,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.plan_traffic import moved_bytes
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.activation_moves import away, is_on_disk
-from megatrain_ray.engine.plan.activation_staging import NUM_WINDOWS
+from megatrain_ray.engine.plan.activation_staging import MOST_BUFFERS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
@@ -63,7 +63,7 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -
     assert plan.disk_activations and not plan.uses_disk
     assert step_s(plan) < (1 - TIE) * step_s(without)
     assert (plan.disk.extent_elements, plan.disk.num_state_slots) == (0, 0)
-    assert (plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes) == (NUM_WINDOWS, BLOCK_BYTES)
+    assert (plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes) == (MOST_BUFFERS, BLOCK_BYTES)
     assert moved_bytes(plan, structure)["disk"] == 2 * sum(plan.disk_activations)
     entering = sum(layer.boundary is Tier.NVME for layer in plan.layers)
     keeping = sum(layer.kept is Tier.NVME for layer in plan.layers)
@@ -135,9 +135,9 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
         assert len(plan.disk_activations) == live * sum(moving(plan))
         assert row(plan, Tier.NVME, "activations") == plan.activation_file_bytes == sum(plan.disk_activations)
         windows = row(plan, Tier.HOST, "activation windows")
-        assert windows == NUM_WINDOWS * BLOCK_BYTES + 8 * sum(-(-b // BLOCK_BYTES) for b in plan.disk_activations)
+        assert windows == MOST_BUFFERS * BLOCK_BYTES + 8 * sum(-(-b // BLOCK_BYTES) for b in plan.disk_activations)
         kept = live * sum(layer.kept_bytes for layer in plan.layers if layer.kept is Tier.HOST)
-        assert row(plan, Tier.HOST, "kept activations") == plan.kept_bytes == kept
+        assert row(plan, Tier.HOST, "kept activations") == plan.host_kept_bytes == kept
         assert plan.written_bytes == 3 // live * sum(plan.disk_activations)
 
 

@@ -80,7 +80,9 @@ def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
     assert len(leaving) >= 2
     assert leaving[-1] < NUM_BLOCKS
     assert (
-        plan.kept_bytes == sum(plan.layers[i].kept_bytes for i in leaving) == row(plan, Tier.HOST, "kept activations")
+        plan.host_kept_bytes
+        == sum(plan.layers[i].kept_bytes for i in leaving)
+        == row(plan, Tier.HOST, "kept activations")
     )
     assert f"\noffload   what {len(leaving)} layers keep waits on the host for their backward, " in describe(plan)
     assert Plan.from_json(plan.to_json()) == plan
@@ -97,7 +99,7 @@ def test_more_memory_of_the_host_takes_more_of_it() -> None:
     for ram_bytes in range(5 << 30, 13 << 30, 1 << 30):
         plan = make_plan(*shape(), replace(MACHINE, ram_bytes=ram_bytes), REQUEST)
         assert fits(plan)
-        numbers.append(plan.kept_bytes)
+        numbers.append(plan.host_kept_bytes)
         times.append(step_s(plan))
         if 0 < len(offloaded(plan)) < NUM_BLOCKS - 1:
             assert spare_ram(plan) < max(layer.kept_bytes for layer in plan.layers)
