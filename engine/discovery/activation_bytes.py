@@ -47,9 +47,10 @@ class ActivationBytes:
         boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
         chunked = self.chunked and self.chunked.times(count)
-        counted = replace(self, boundary=boundary, kept=kept, between=between, masks=count * self.masks)
-        counted = replace(counted, images=count * self.images)
-        return replace(counted, compiled=compiled, chunked=chunked)
+        return replace(
+            self, boundary=boundary, kept=kept, between=between, masks=count * self.masks, images=count * self.images,
+            compiled=compiled, chunked=chunked,
+        )  # fmt: skip
 
     def scaled(self, layers: Collection[int], factor: float) -> ActivationBytes:
         """Return the same with the bytes of some layers, which are not compiled, times a factor."""
@@ -74,7 +75,7 @@ class ActivationBytes:
 
     def in_chunks(self) -> ActivationBytes | None:
         """Return the bytes with MLPs computed in chunks, with this object as their `whole`; None if no MLP can be."""
-        return replace(self.chunked, whole=self) if self.chunked else None
+        return replace(self.chunked, whole=self, images=self.images) if self.chunked else None
 
     @property
     def trials(self) -> tuple[CompileTrial | None, ...]:

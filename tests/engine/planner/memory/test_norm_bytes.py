@@ -44,6 +44,8 @@ def test_what_a_norms_backward_holds_is_counted(plan_and_activations: tuple[Plan
 
 def test_in_chunks_it_is_that_of_one(plan_and_activations: tuple[Plan, ActivationBytes]) -> None:
     plan, activations = plan_and_activations
+    in_chunks = replace(activations, images=7).times(2).in_chunks()
+    assert in_chunks is not None and in_chunks.images == 14, "features of images exist whole"
     in_chunks = activations.in_chunks()
     assert in_chunks is not None
     assert in_chunks.kept[-1] == 0
