@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,10 +96,16 @@ class Data:
         return [with_images(batch, reader, 0, 1) for batch in batches]
 
 
-@pytest.mark.parametrize(("name", "mode"), zip(PICTURED, cycle([Mode(), LAYERS])))
-def test_steps_with_images_equal_plain_transformers(
-    name: str, mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# Only in make test-all: these towers resemble those of the others.
+LONG = ("Qwen2-VL", "Qwen3-VL-MoE", "Qwen3.5-MoE")
+
+
+def cases(names: Iterable[str], *more: str) -> list[Any]:
+    return [pytest.param(n, marks=[pytest.mark.long] if n in (*LONG, *more) else []) for n in names]
+
+
+@pytest.mark.parametrize("name", cases(PICTURED))
+def test_steps_with_images_equal_plain_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows hold several chats without, with one and with several images of several sizes. Ids are the processor's."""
     provide_processor(name, monkeypatch)
     data = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch)
@@ -115,7 +121,7 @@ def test_steps_with_images_equal_plain_transformers(
         # Transformers 5.24 by itself lets tokens of a packed row see later ones (engine/model/images.py).
         patch.setattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, _: mask, raising=False)
         theirs = train_reference(tmp_path / "model", given, RECIPE, frozen=TOWERS)
-    ours = train_engine(tmp_path / "model", batches, RECIPE, mode)
+    ours = train_engine(tmp_path / "model", batches, RECIPE, LAYERS if [*PICTURED].index(name) % 2 else Mode())
     assert_same(ours, theirs)
     assert ours.losses[0] == pytest.approx(alone, rel=1e-6)  # documents of a row stay apart
 
@@ -148,11 +154,7 @@ def test_each_tower_that_is_trained_is_compared() -> None:
     assert sorted(PICTURED[name].model["model_type"] for name in TRAINED) == sorted(TRAINED_TOWERS)
 
 
-# Only in make test-all: these towers resemble those of the others.
-LONG = ("Qwen2-VL", "Qwen3-VL-MoE", "Qwen3.5", "Qwen3.5-MoE")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in TRAINED])
+@pytest.mark.parametrize("name", cases(TRAINED, "Qwen3.5"))
 def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some micro-batches hold no image, and a whole step holds none. The model gets the images of a row together."""
     data, family = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch), PICTURED[name]

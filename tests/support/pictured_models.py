@@ -54,7 +54,7 @@ class Pictured:
     named: dict[str, str] = field(default_factory=dict)
     packs: bool = True
     seq_len: int = 100
-    steps: int = 10
+    steps: int = 4
     num_crops: int = 1
 
 
@@ -132,7 +132,7 @@ PICTURED = {
     ),
     "Gemma 4": _gemma_4(3, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
     "Gemma 4, embeddings for each layer": _gemma_4(
-        10, hidden_size_per_layer_input=8, vocab_size_per_layer_input=NUM_IDS
+        4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=NUM_IDS
     ),
     "GLM-4.1V": Pictured(
         settings_of("glm4v")

@@ -64,6 +64,7 @@ def test_a_replay_reads_what_is_there_then(device: Device) -> None:
         assert (gradient == 2 * weight * factor**2).all()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_a_captured_step_has_the_same_bits(tmp_path: Path, make: Make, order: LoopOrder, micro_batch_size: int) -> None:

@@ -60,7 +60,7 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     assert_same_but_norms(ours, theirs)
 
 
-@pytest.mark.spread(12)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_divided_families_are_bit_equal(tmp_path: Path, name: str) -> None:
     build_family(name, tmp_path, **WITHOUT_DROPOUT.get(name, {}))

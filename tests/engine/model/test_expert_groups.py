@@ -144,6 +144,7 @@ def test_number_of_groups(name: str, most: int, implementation: str, expected: i
     assert len({name.rpartition(".")[0] for name in names if whole_name(name) != name}) == expected
 
 
+@pytest.mark.spread(6)  # each way once, in either precision
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "changes", "mode"),

@@ -37,7 +37,7 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     assert [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)] == []
 
 
-@pytest.mark.spread(18)
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp32_is_bit_equal(tmp_path: Path, name: str) -> None:
     recipe = Recipe(STEPS, micro_batch_size=2, seed=3)

@@ -19,11 +19,11 @@ SHORT = (
     "camembert",  # one parameter with two names in a module, and a tied head that is registered before the embedding
     "deepseek_v32",  # sparse attention: an indexer that no gradient reaches, masks that must exist
     "deepseek_v4",  # types converted while the model is built, compressors
-    "exaone_moe", "minimax_m2", "nemotron_h", "kimi_linear",  # biases of routers under other names
+    "nemotron_h",  # biases of routers under another name
     "gemma4",  # an embedding that is read outside of its layer
     "jetmoe",  # sizes of a split that depend on values
     "qwen3_5",  # a class for the text, and one for the whole model
-    "lfm2", "mamba2", "glm4_moe", "hunyuan_v1_moe",
+    "lfm2", "mamba2", "glm4_moe",
 )  # fmt: skip
 
 

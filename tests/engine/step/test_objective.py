@@ -25,6 +25,7 @@ LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
 TERMS = [(0.02, 0.0, False), (0.0, 0.1, True), (0.02, 0.1, True)]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(("z_loss", "label_smoothing", "weighted"), TERMS)
 @pytest.mark.parametrize(
     ("precision", "chunk", "tied"), [("fp32", None, False), ("fp32", 12, True), ("bf16", 12, True)]

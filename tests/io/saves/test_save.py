@@ -29,6 +29,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 1000)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("written_by", "read_by"), [(1, 3), (3, 1), (3, 2), (2, 2), (8, 3)])
 @pytest.mark.parametrize(("small", "compression"), [(False, "none"), (True, "none"), (False, "zstd"), (True, "zstd")])
@@ -104,6 +105,7 @@ def test_compression_shrinks_numbers_that_resemble_each_other(tmp_path: Path) ->
     assert read_save(tmp_path, 1, "fp32") == state
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", ["working", "residual", "m", "v"])
 @pytest.mark.parametrize("layer", list(LAYERS))

@@ -41,6 +41,7 @@ def flip_padding(path: Path) -> None:
     flip(path, 4000 if path.suffix != ".json" else 100)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("name", ["manifest.json", "part_1.working", "part_1.residual", "part_1.m", "part_1.v"])
 @pytest.mark.parametrize("harm", [Path.unlink, truncate, make_folder, flip_content, flip_padding])

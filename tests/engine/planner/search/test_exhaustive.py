@@ -102,6 +102,7 @@ def test_nor_of_other_requests(changes: dict[str, Any], profile: str) -> None:
     assert better is None, (plan.prediction, better)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("hbm_mib", [1600, 1700])
 @pytest.mark.parametrize("profile", ["typical", "slow updates", "fast device"])
 def test_nor_with_other_activation_budgets(profile: str, hbm_mib: int) -> None:
