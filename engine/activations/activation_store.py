@@ -101,7 +101,7 @@ SMALL_BYTES = 4096
 
 
 class Entry(NamedTuple):
-    """Identifies activations."""
+    """Identifies what one layer left of one micro-batch: its input, or what it kept."""
 
     kind: Activations
     layer: int

@@ -117,10 +117,10 @@ class CudaDevice(Device):
     @contextmanager
     def exposed(self, cause: str) -> Iterator[None]:
         """Count the wait by the stream's time: while the host waits, the stream may still run earlier work."""
-        with self._between_events(Stage.COMPUTE) as (before, behind):
+        with self._between_events(Stage.COMPUTE) as (before, after):
             yield
-        self._waits.append((cause, before, behind))
-        self._trace(Span(Row.COMPUTE, f"wait {cause}", 0, 0, waits=True), before, behind)
+        self._waits.append((cause, before, after))
+        self._trace(Span(Row.COMPUTE, f"wait {cause}", 0, 0, waits=True), before, after)
 
     def timed(self, op: Op) -> AbstractContextManager[None]:
         return self._timed(op) if self.spans.on else nullcontext()
@@ -137,22 +137,22 @@ class CudaDevice(Device):
         if not self.spans.on:
             yield
             return
-        with self._between_events(stage) as (before, behind):
+        with self._between_events(stage) as (before, after):
             yield
-        self._trace(Span(Row(stage.value), op.name, 0, 0, op.layer, op.micro_batch, op.num_bytes), before, behind)
+        self._trace(Span(Row(stage.value), op.name, 0, 0, op.layer, op.micro_batch, op.num_bytes), before, after)
 
     @contextmanager
     def _between_events(self, stage: Stage) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(self._streams[stage])
-        yield before, behind
-        behind.record(self._streams[stage])
+        yield before, after
+        after.record(self._streams[stage])
 
-    def _trace(self, span: Span, before: torch.cuda.Event, behind: torch.cuda.Event) -> None:
+    def _trace(self, span: Span, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
         if not self.spans.on:
             return
         if len(self._traced) < MAX_SPANS:
-            self._traced.append((span, before, behind))
+            self._traced.append((span, before, after))
         else:
             self.spans.num_dropped += 1
 
@@ -167,17 +167,17 @@ class CudaDevice(Device):
     def stop_tracing(self) -> None:
         super().stop_tracing()
         base, base_ns = self._base
-        for span, before, behind in self._traced:
-            behind.synchronize()
-            start_ns, end_ns = (base_ns + round(1e6 * base.elapsed_time(event)) for event in (before, behind))
+        for span, before, after in self._traced:
+            after.synchronize()
+            start_ns, end_ns = (base_ns + round(1e6 * base.elapsed_time(event)) for event in (before, after))
             self.spans.add(span._replace(start_ns=start_ns, end_ns=end_ns))
         self._traced.clear()
 
     def take_exposed(self) -> dict[str, float]:
         """Return the waits of the host and of the compute stream. All work of the stream must have finished."""
-        for cause, before, behind in self._waits:
-            behind.synchronize()
-            self.add_exposed(cause, before.elapsed_time(behind) / 1000)
+        for cause, before, after in self._waits:
+            after.synchronize()
+            self.add_exposed(cause, before.elapsed_time(after) / 1000)
         self._waits.clear()
         return super().take_exposed()
 

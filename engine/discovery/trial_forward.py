@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, leaves_behind
+from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, graph_leaves
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments, without_cache
 from megatrain_ray.engine.model.images import GIVEN, OF_IMAGES, GivenImages, vision_paths
 from megatrain_ray.engine.model.output_recorder import UNNEEDED
@@ -94,8 +94,8 @@ def run_trial(
     ]
     unneeded = {*UNNEEDED, *OF_IMAGES}
     needed = [value for result in (output, *bases) for key, value in vars(result).items() if key not in unneeded]
-    behind = leaves_behind(tensor.grad_fn for tensor in tensors_in(needed))
-    recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
+    leaves = graph_leaves(tensor.grad_fn for tensor in tensors_in(needed))
+    recorder.trial.reached |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()

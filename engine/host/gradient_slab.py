@@ -71,7 +71,7 @@ class Slab(ABC):
 class GradientSlab(Slab):
     """Chooses where leases lie.
 
-    Layers that stay in the slab have fixed places. Behind these, each layer that only passes through gets the first gap
+    Layers that stay in the slab have fixed places. After these, each layer that only passes through gets the first gap
     that is large enough. If the slab has room for all layers, each of them has a fixed place. If clipped gradients wait
     here for their scale, the slab must hold all of them, so they stay.
     """

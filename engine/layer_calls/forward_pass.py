@@ -237,7 +237,7 @@ class ForwardPass:
 
 
 def _older_edges(edges: Iterable[_Edge], made: int) -> list[_Edge]:
-    """Return the inputs, made no later than `made`, of the younger operations behind these edges."""
+    """Return the inputs, made no later than `made`, of the younger operations that made these edges."""
     younger = list(edges)
     seen, found = {edge.node for edge in younger}, dict[_Edge, None]()
     while younger:

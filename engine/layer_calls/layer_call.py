@@ -201,12 +201,12 @@ class LayerCall:
         given = zip(entries, [*of_outputs, *pending], strict=True)
         pairs = [(end, gradient) for end, gradient in given if end is not None and gradient is not None]
         sources = [source for source in (*graph.inputs, *graph.parameters) if source.requires_grad]
-        of: dict[int, torch.Tensor | None] = {}
+        found: dict[int, torch.Tensor | None] = {}
         if pairs and sources:
             ends, gradients = zip(*pairs, strict=True)
             grads = torch.autograd.grad(ends, sources, gradients, allow_unused=True)
-            of = {id(source): gradient for source, gradient in zip(sources, grads, strict=True)}
-        return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
+            found = {id(source): gradient for source, gradient in zip(sources, grads, strict=True)}
+        return [found.get(id(t)) for t in graph.inputs], [found.get(id(t)) for t in graph.parameters]
 
     def check_closed(self) -> None:
         """Raise MegatrainError if the graph reaches a tensor that was no argument: its gradient would be lost."""
@@ -214,7 +214,7 @@ class LayerCall:
         if graph is None:
             return
         own = {id(tensor) for tensor in (*graph.inputs, *graph.parameters)}
-        for leaf in leaves_behind(end.node for end in graph.ends if end is not None):
+        for leaf in graph_leaves(end.node for end in graph.ends if end is not None):
             if id(leaf) not in own:
                 raise MegatrainError(
                     f"{self.path} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and that it was not "
@@ -270,7 +270,7 @@ def _kind_of(value: Any) -> object:
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
-def leaves_behind(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+def graph_leaves(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the leaves of the autograd graphs that end at these nodes."""
     stack = list(nodes)
     seen = set()

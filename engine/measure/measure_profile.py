@@ -176,9 +176,9 @@ class _Copies:
     def seconds_against_others(self, stage: Stage, count: int) -> float:
         """Return the seconds of one of `count` copies of a stage while the other direction is busy."""
         other = Stage.D2H if stage is Stage.H2D else Stage.H2D
-        beside = [self._submit(other) for _ in range(4 * count)]  # enough to outlast these copies
+        others = [self._submit(other) for _ in range(4 * count)]  # enough to outlast these copies
         seconds = seconds_of(lambda: [self._submit(stage) for _ in range(count)][-1].synchronize()) / count
-        for event in beside:
+        for event in others:
             event.synchronize()
         return seconds
 

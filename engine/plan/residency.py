@@ -24,6 +24,8 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True, order=True)
 class FragmentId:
+    """Identifies a fragment by its layer and its number in the layer."""
+
     layer: int
     index: int
 

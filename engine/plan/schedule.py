@@ -21,6 +21,8 @@ class LoopOrder(Enum):
 
 
 class Phase(Enum):
+    """Says what a visit does with a layer."""
+
     FORWARD = "forward"
     HEAD = "head"  # the last layer: its forward and the loss, and in a training step also its backward
     REPLAY = "replay"  # the forward once more, to recompute the input of the next layer

@@ -20,10 +20,10 @@ IDLE_S = 1.0  # a shard checks the stop word at least this often, in case the pr
 
 
 class ShardLoop:
-    """Applies updates to a shard as their headers and gradients arrive.
+    """Applies updates to a shard as their parameters and gradients arrive.
 
-    For each update, layer after layer in `order`, it waits for params and gradient, updates the layer and publishes its
-    generation. Gradients of the layers in `stored` are moved from the slab to disk as they arrive, before the first
+    For each update, layer after layer in `order`, it waits for both, updates the layer and publishes its generation.
+    Gradients of the layers in `stored` are moved from the slab to disk as they arrive, before the first
     layer is updated.
     """
 

@@ -196,7 +196,7 @@ class ShardState(ABC):
         return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
 
     def _working_of(self, layer: int, run: ParamRun) -> Tensor:
-        values = self._stretch(layer, run.padded, run.length * run.segment.width)
+        values = self._working_slice(layer, run.padded, run.length * run.segment.width)
         return values if run.segment.width == 1 else values.view(torch.float32)
 
     def _wide_of(self, layer: int, run: ParamRun) -> Tensor | None:
@@ -204,9 +204,9 @@ class ShardState(ABC):
         if not run.segment.fp32:
             return None
         start = run.segment.read_start + WIDE * run.in_segment
-        return self._stretch(layer, start, WIDE * run.length).view(torch.float32)
+        return self._working_slice(layer, start, WIDE * run.length).view(torch.float32)
 
-    def _stretch(self, layer: int, padded: int, size: int) -> Tensor:
+    def _working_slice(self, layer: int, padded: int, size: int) -> Tensor:
         start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(padded)
         return self._working[start : start + size]
 

@@ -123,11 +123,11 @@ class SpillingShard(AdamShard):
     def _update(
         self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: ElementRange | None = None
     ) -> None:
-        for of_part, part in self._arriving(layer, gradient):
-            for span in self._changed(layer, part) if self._on_disk.state_of(layer) else (part,):
+        for of_part, part in self._gradient_parts(layer, gradient):
+            for span in self._changing_extents(layer, part) if self._on_disk.state_of(layer) else (part,):
                 super()._update(layer, of_part, params, serial, span)
 
-    def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, ElementRange | None]]:
+    def _gradient_parts(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, ElementRange | None]]:
         """Yield the gradient of the whole layer and None; if it was stored, each part's gradient and span instead.
 
         A stored part is in memory until the next one is asked for.
@@ -136,7 +136,7 @@ class SpillingShard(AdamShard):
             yield gradient, None
             return
         for number in self._on_disk.gradients_of(layer):
-            self._bring(number)
+            self._acquire(number)
             values, span = self._ring.bytes_of(number)[GRADIENT], self._on_disk.extents[number].span
             yield Gradient(values.view(self._on_disk.offload_dtype), start=span.start), span
             self._ring.release(number)
@@ -148,15 +148,15 @@ class SpillingShard(AdamShard):
         """
         if not self._on_disk.state_of(layer):
             super().roll_back(layer, serial)
-        for span in self._changed(layer):
+        for span in self._changing_extents(layer):
             self._journal.roll_back(self.parts(layer, self.hyper, span), serial)
 
-    def _changed(self, layer: int, within: ElementRange | None = None) -> Iterator[ElementRange]:
+    def _changing_extents(self, layer: int, within: ElementRange | None = None) -> Iterator[ElementRange]:
         """Yield the span of each extent that begins in `within` (padded), while it is in memory and may be changed."""
         for number in self._on_disk.state_of(layer):
             span = self._on_disk.extents[number].span
             if within is None or within.start <= span.start < within.stop:
-                self._bring(number)
+                self._acquire(number)
                 self._ring.mark_dirty(number)
                 yield span
                 self._ring.release(number)
@@ -170,7 +170,7 @@ class SpillingShard(AdamShard):
             super()._copy_state(layer, copies)
         left = {kind: iter(of_kind) for kind, of_kind in copies.items()}
         for number in self._on_disk.state_of(layer):
-            self._bring(number)
+            self._acquire(number)
             tensors = self._kinds(layer, self._on_disk.extents[number].span)
             self._copy(layer, [(next(left[kind]), tensor) for kind in tensors for tensor in tensors[kind]])
             self._ring.release_unchanged(number)
@@ -187,7 +187,7 @@ class SpillingShard(AdamShard):
         super().close()
         self._ring.close()
 
-    def _bring(self, number: int) -> None:
+    def _acquire(self, number: int) -> None:
         with self._waits(self._on_disk.extents[number].layer):
             self._ring.acquire(number)
 

@@ -90,8 +90,8 @@ class DiskWeights:
 
     def expect(self, fragments: Sequence[FragmentId], generation: int, reached: Reached) -> None:
         """Start to read those of the fragments that are on disk. They will be taken in this order."""
-        of_disk = [fragment for fragment in fragments if fragment.layer in self.layers]
-        reading = self._read_all(of_disk, generation, reached, self._reading)
+        on_disk = [fragment for fragment in fragments if fragment.layer in self.layers]
+        reading = self._read_all(on_disk, generation, reached, self._reading)
         self._reading = asyncio.create_task(reading, name="weights from disk")
 
     async def take(self, fragment: FragmentId) -> Sequence[WeightPart]:

@@ -279,8 +279,8 @@ class SpillRing:
         return slot
 
     def _described(self, extent: int) -> str:
-        of = self.layout.extents[extent]
-        return f"elements {of.span.start} to {of.span.stop} of layer {of.layer}"
+        part = self.layout.extents[extent]
+        return f"elements {part.span.start} to {part.span.stop} of layer {part.layer}"
 
     def _wake(self) -> None:
         with self._changed:

@@ -184,7 +184,6 @@ class Engine:
         The model runs in evaluation mode, in the plan's loop order; nothing else changes. Call between steps. Waits
         first until every layer has its update.
         """
-
         num_sums = 1 if objective is None else 2
         of_chunk = cross_entropy_sum if objective is None else partial(objective_sums, objective)
 
@@ -246,16 +245,16 @@ class Engine:
         while progress is SamplingProgress.GOES_ON:  # as long as on any rank: all ranks load the same layers
             async with self._streaming(residency, generation):
                 own = await self.on_compute_thread(lambda: self.sampler.run(order))
-            progress = SamplingProgress(int((await self._of_ranks(torch.tensor([own.value]))).max()))
+            progress = SamplingProgress(int((await self._gathered(torch.tensor([own.value]))).max()))
         await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited
         if progress is SamplingProgress.NO_ROOM:
             await self.on_compute_thread(self.sampler.abandon)
             raise torch.OutOfMemoryError(f"no room for {len(prompts)} completions")
         completions = await self.on_compute_thread(self.sampler.completions)
-        of_ranks = await self._of_ranks(packed(completions, -(-len(prompts) // size), sampling.max_new_tokens))
-        return unpacked(of_ranks, size, sampling.max_new_tokens)[: len(prompts)]
+        gathered = await self._gathered(packed(completions, -(-len(prompts) // size), sampling.max_new_tokens))
+        return unpacked(gathered, size, sampling.max_new_tokens)[: len(prompts)]
 
-    async def _of_ranks(self, values: torch.Tensor) -> torch.Tensor:
+    async def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all ranks, 1-D and equally many, rank after rank."""
         return await self.on_compute_thread(lambda: self.ranks.gather(self.device.upload(values)).cpu())
 

@@ -111,5 +111,6 @@ class SimulatedActivations:
 
 
 def _move(plan: Plan, layer: int, kind: Activations) -> _Move:
-    of = plan.layers[layer]
-    return _Move(Op(kind.value, layer, num_bytes=num_bytes(of, kind)), is_on_disk(of, kind))
+    layer_plan = plan.layers[layer]
+    op = Op(kind.value, layer, num_bytes=num_bytes(layer_plan, kind))
+    return _Move(op, is_on_disk(layer_plan, kind))

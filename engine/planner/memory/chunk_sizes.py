@@ -38,7 +38,7 @@ def logits_bytes(
 
 
 def chunk_tokens(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, *, beside: int, backward: int,
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, *, held: int, backward: int,
     objective: ObjectiveBytes, small: bool = False,
 ) -> int:  # fmt: skip
     """Return the number of tokens in a chunk of the loss.
@@ -46,7 +46,7 @@ def chunk_tokens(
     If a few chunks more make all of them equal, that is chosen, because each size is compiled.
 
     plan: complete but for its rows and this number.
-    beside: bytes as for `loss_bytes`.
+    held: bytes as for `loss_bytes`.
     backward: bytes that the largest backward of a layer takes.
     small: logits take as few bytes as is sensible.
     """
@@ -54,7 +54,7 @@ def chunk_tokens(
     logit_bytes = logits_bytes(structure, plan.precision, 1, objective.per_logit, compiled=plan.compute.compiled_loss)
     device = plan.limits.hbm_bytes or 0
     share = int(SMALL_LOGITS_SHARE * device) if small else max(LOGITS_BYTES, int(LOGITS_SHARE * device))
-    room = backward - beside - _gradient_bytes(plan, layout, chunked=True)
+    room = backward - held - _gradient_bytes(plan, layout, chunked=True)
     most = min(max(share, room) // logit_bytes, MAX_LOGITS // structure.num_logits)
     if tokens <= most:
         return tokens
@@ -69,11 +69,11 @@ def may_be_small(device_bytes: int | None) -> bool:
 
 
 def loss_bytes(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, objective: ObjectiveBytes, *, beside: int
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, objective: ObjectiveBytes, *, held: int
 ) -> int:
-    """Return the device bytes of the loss: logits of a chunk, gradients of weights, and `beside`.
+    """Return the device bytes of the loss: logits of a chunk, gradients of weights, and `held`.
 
-    beside: bytes that stay on the device for all chunks.
+    held: bytes that stay on the device for all chunks.
     """
     chunked = plan.compute.loss_chunk_tokens < plan.step.micro_batch_size * plan.step.seq_len
     logits = logits_bytes(
@@ -83,7 +83,7 @@ def loss_bytes(
         objective.per_logit,
         compiled=plan.compute.compiled_loss,
     )
-    return logits + beside + _gradient_bytes(plan, layout, chunked=chunked)
+    return logits + held + _gradient_bytes(plan, layout, chunked=chunked)
 
 
 def _gradient_bytes(plan: Plan, layout: ModelLayout, *, chunked: bool) -> int:

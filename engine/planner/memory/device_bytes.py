@@ -19,7 +19,7 @@ from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
 from megatrain_ray.engine.planner.memory.work_bytes import (
     backward_bytes_by_layer,
-    beside_loss,
+    bytes_held_during_loss,
     fp8_bytes,
     kept_bytes,
     norm_bytes,
@@ -116,7 +116,7 @@ def activation_rows(
     released = kept if plan.settles else [mine + entering for mine, entering in zip(kept, inputs, strict=True)]
     in_fp8 = fp8_bytes(plan, structure)
     backward = zip(backward_bytes_by_layer(plan, layout, activations), released, strict=True)
-    loss = loss_bytes(plan, structure, layout, objective, beside=beside_loss(plan, activations))
+    loss = loss_bytes(plan, structure, layout, objective, held=bytes_held_during_loss(plan, activations))
     works = [*(b + in_fp8 - gone for b, gone in backward), max(loss, norm_bytes(plan, activations))]
     work = max(works)
     rows: dict[str, Row] = {

@@ -33,7 +33,7 @@ from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, ho
 from megatrain_ray.engine.planner.memory.layer_plans import LayerPlanBuilder
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk, Spillable
-from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, beside_loss
+from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, bytes_held_during_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
 # Values of a candidate's fields that stand for all values, where these make no difference to a result.
@@ -234,10 +234,10 @@ class PlanBuilder:
         They do not depend on how many layers keep more, so keeping more never makes the loss slower.
         """
         plan = _changed(self._placement(candidate).base, layers=self._layers_in_memory(candidate))
-        beside = beside_loss(plan, self.activations)
+        held = bytes_held_during_loss(plan, self.activations)
         backward = max(backward_bytes_by_layer(plan, self.layout, self.activations))
         return chunk_tokens(
-            plan, self.structure, self.layout, beside=beside, backward=backward,
+            plan, self.structure, self.layout, held=held, backward=backward,
             objective=self.request.objective, small=self.request.small_logits,
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ def fp8_bytes(plan: Plan, structure: ModelStructure) -> int:
     return max((of(*shape) for shape in structure.fp8_shapes), default=0)
 
 
-def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
+def bytes_held_during_loss(plan: Plan, activations: ActivationBytes) -> int:
     """Return the bytes that stay on the device while the loss is computed.
 
     These are the head's input, its gradient, and what the head's own forward keeps until the loss has used it.

@@ -113,20 +113,20 @@ class Bounds:
     def _disk_s(self, layer: int, item_bytes: int) -> float:
         return self._basis.layout.host_trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
 
-    def _brought_s(self) -> dict[int, float]:
+    def _in_memory_s(self) -> dict[int, float]:
         """Return, for each layer with data on disk, how long after the backward all of it can be in memory.
 
         By then all that it and the layers before it have on disk is read, and the state of all of them is written,
         except for what slots held at first and hold at last.
         """
-        spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.gradients_on_disk), {}
+        spilled, stored, in_memory_s = self._plan.spilled_layers, frozenset(self._plan.gradients_on_disk), {}
         moved_s = -2 * room_in_slots(self._plan, self._basis.layout) / self._basis.disk_bytes_per_s
         for layer in self._plan.layer_order if self._plan.uses_disk else ():
             moved_s += 2 * self._state_s(layer) if layer in spilled else 0.0
             moved_s += self._gradient_s(layer) if layer in stored else 0.0
             if layer in spilled or layer in stored:
-                brought_s[layer] = moved_s
-        return brought_s
+                in_memory_s[layer] = moved_s
+        return in_memory_s
 
     def _visit_s(self, visit: Visit) -> float:
         names = operations(visit.phase, self._plan.layers[visit.layer].activations)
@@ -147,7 +147,7 @@ class Bounds:
         if self._plan.step.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
-        updated, on_disk = set(self._prices.updated_by_cpu), self._brought_s()
+        updated, on_disk = set(self._prices.updated_by_cpu), self._in_memory_s()
         for visit, seconds in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             if visit.phase is Phase.BACKWARD:
                 break

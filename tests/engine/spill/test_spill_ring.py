@@ -383,7 +383,7 @@ def test_another_process_goes_on_with_a_slot_that_is_dirty(on_disk: frozenset[in
     store.calls.clear()
     # As if the process died: the kernel has written some blocks, nothing is left, nothing is written any more.
     header, gradients = headers(2)[-1], flat_gradients(model_layout(), 2, torch.float32)
-    changed = first._changed(0)
+    changed = first._changing_extents(0)
     for _ in range(2):  # one extent is left, one is not
         AdamShard._update(first, 0, Gradient(gradients[0]), header, serial_of(2, 0, 3), within=next(changed))
     Journal(memory.journal, memory.part, Precision.BF16, 2)  # its marks say which blocks are done

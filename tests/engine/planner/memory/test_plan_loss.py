@@ -31,7 +31,7 @@ from megatrain_ray.engine.planner.memory.device_bytes import (
     activation_rows,
     waiting_row,
 )
-from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, beside_loss
+from megatrain_ray.engine.planner.memory.work_bytes import backward_bytes_by_layer, bytes_held_during_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, ObjectiveBytes, Request
 from megatrain_ray.planning.run_spec import objective_bytes
 from tests.support.candidate_plans import build_plan
@@ -66,14 +66,14 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
     Chunks are equal, and 32 bits can count their elements.
     """
     structure, layout = shape()[0], shape()[0].layout()
-    plan, beside, backward = planned(64, num_micro_batches=num_micro_batches), 1 << 28, backward_gib << 30
+    plan, held, backward = planned(64, num_micro_batches=num_micro_batches), 1 << 28, backward_gib << 30
 
     def tokens_of(num_bytes: int) -> int:
-        return chunk_tokens(plan, structure, layout, beside=beside, backward=num_bytes, objective=NOTHING)
+        return chunk_tokens(plan, structure, layout, held=held, backward=num_bytes, objective=NOTHING)
 
     def bytes_of(tokens: int) -> int:
         chunked = replace(plan, compute=replace(plan.compute, loss_chunk_tokens=tokens))
-        return loss_bytes(chunked, structure, layout, NOTHING, beside=beside)
+        return loss_bytes(chunked, structure, layout, NOTHING, held=held)
 
     tokens = tokens_of(backward)
     assert tokens % LOSS_CHUNK_TOKENS == 0
@@ -108,7 +108,7 @@ def test_small_logits_take_a_small_share_of_a_small_device() -> None:
 
     def tokens_of(gib: int) -> int:
         limited = replace(plan, limits=replace(plan.limits, hbm_bytes=gib << 30))
-        return chunk_tokens(limited, structure, layout, beside=0, backward=0, objective=NOTHING, small=True)
+        return chunk_tokens(limited, structure, layout, held=0, backward=0, objective=NOTHING, small=True)
 
     assert [tokens_of(gib) for gib in (4, 9, 15)] == [128, 256, 512]
     assert [may_be_small(gib << 30) for gib in (4, 9, 15, 16, 80)] == [True, True, True, False, False]
@@ -118,7 +118,7 @@ def test_small_logits_take_a_small_share_of_a_small_device() -> None:
 def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
     structure, layout = shape()[0], shape()[0].layout()
     plan = replace(planned(64), step=replace(planned(64).step, micro_batch_size=1, seq_len=seq_len))
-    tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, objective=NOTHING)
+    tokens = chunk_tokens(plan, structure, layout, held=0, backward=1000 << 30, objective=NOTHING)
     assert tokens % LOSS_CHUNK_TOKENS == 0
     assert tokens * VOCAB <= MAX_LOGITS
 
@@ -127,8 +127,8 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     structure, activations = shape()
     activations = activations.times(64)
     plan, layout = planned(64), structure.layout()
-    backward, beside = max(backward_bytes_by_layer(plan, layout, activations)), beside_loss(plan, activations)
-    of_loss = loss_bytes(plan, structure, layout, NOTHING, beside=beside)
+    backward = max(backward_bytes_by_layer(plan, layout, activations))
+    of_loss = loss_bytes(plan, structure, layout, NOTHING, held=bytes_held_during_loss(plan, activations))
     assert planned(1).compute.loss_chunk_tokens == 1024
     assert 0.5 * backward < of_loss <= backward
 
