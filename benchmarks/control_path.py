@@ -52,7 +52,7 @@ from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.planning.run_spec import RunSpec, prepare

@@ -27,7 +27,7 @@ from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.open_device import make_device

@@ -25,7 +25,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch import Batch, assemble
 from megatrain_ray.io.batching.windows import Rows

@@ -21,7 +21,8 @@ from megatrain_ray.engine.gradients.gradient_store import Completed, GradientSto
 from megatrain_ray.engine.model.attention import as_uncaptured
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner, Submitted
+from megatrain_ray.engine.step.step_data import StepInput, StepOutput, Submitted
+from megatrain_ray.engine.step.step_runner import StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.errors import CaptureError
 from megatrain_ray.virtual_clock import Op

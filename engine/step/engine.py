@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from megatrain_ray.engine.activations.activation_store import ActivationStore
-from megatrain_ray.engine.device.device import Device, MemoryStatistics
+from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.host.interfaces import Host
@@ -45,7 +45,8 @@ from megatrain_ray.engine.step.sampler import (
     packed,
     unpacked,
 )
-from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner
+from megatrain_ray.engine.step.step_data import StepInput, StepOutput, StepReport
+from megatrain_ray.engine.step.step_runner import StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
@@ -55,16 +56,6 @@ from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepReport(StepOutput):
-    """Reports the result, time and memory of one step."""
-
-    step: int
-    step_s: float
-    exposed_s: dict[str, float]  # seconds that the compute stage waited, by cause
-    memory: MemoryStatistics
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -20,60 +19,19 @@ from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, unsaved
 from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.chunked_loss import Objective, Targets
-from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
+from megatrain_ray.engine.model.chunked_loss import Targets
+from megatrain_ray.engine.model.micro_batch import dropout_seed
 from megatrain_ray.engine.objectives.logprob_objective import joining, with_margin
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
+from megatrain_ray.engine.step.step_data import StepInput, StepOutput, Submitted
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
-from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.virtual_clock import Op
 
 Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient flowed
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """Holds this rank's share of a step."""
-
-    step: int  # from 1
-    micro_batches: tuple[MicroBatch, ...]
-    # `Batch.total_weight` of the step, over all ranks and micro-batches. In a captured step it changes from step to
-    # step, so it is an FP32 scalar on the device.
-    total_weight: float | torch.Tensor
-    dropout_seed: int
-    objective: Objective = field(default_factory=Objective)
-    counts: BatchCounts | None = None  # of the step, over all ranks; None: the objective is of single tokens
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Holds the loss and the gradient norm of a step."""
-
-    loss: float
-    # By name: the plain cross-entropy in the loss if the loss has other terms; of documents, rewards and the like.
-    metrics: dict[str, float]
-    grad_norm: float  # of all gradients, before clipping
-    bad_parameter: str | None  # the first in model order whose gradient is not finite; None if all are finite
-
-    @property
-    def skipped(self) -> bool:
-        return self.bad_parameter is not None
-
-
-class Submitted(NamedTuple):
-    """Holds the device tensor of a submitted step that the host has yet to read.
-
-    values: 1-D FP32 on the device, for all ranks: the parts of each metric, then the terms whose sum is the loss, then
-        the gradient norm.
-    counts: number of parts of each metric, by name.
-    """
-
-    values: torch.Tensor
-    counts: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from megatrain_ray.engine.measure.resident_model import ResidentModel
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.model.flop_count import FlopCount
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.open_device import make_device

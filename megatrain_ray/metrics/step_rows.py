@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.engine.optimizer.adamw import learning_rate
-from megatrain_ray.engine.step.engine import StepReport
+from megatrain_ray.engine.step.step_data import StepReport
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.rollouts.advantages import deviation
 from megatrain_ray.io.storage.measured_store import BusyInterval

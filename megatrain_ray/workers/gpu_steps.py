@@ -24,7 +24,7 @@ from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.sampler import MOST_ROWS, Completion, Prompt, SamplingParams
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch import Batch

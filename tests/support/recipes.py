@@ -19,7 +19,7 @@ from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.io.batching.batch import Batch
 from tests.support.reference import Recipe
 from tests.support.tiny import VOCAB_SIZE

@@ -31,8 +31,9 @@ from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.engine import Engine, StepReport
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
+from megatrain_ray.engine.step.step_data import StepReport
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.batching.batch import Batch

@@ -24,7 +24,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.step.step_data import StepInput
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
 from tests.support.reference import Recipe, torch_threads
