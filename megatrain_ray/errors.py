@@ -78,7 +78,7 @@ class LostPeerError(LostDeviceError):
 
 
 class CaptureError(MegatrainError):
-    """Work cannot be captured as a graph on the device. It runs uncaptured."""
+    """Reports that work cannot be captured as a graph on the device, so that it runs uncaptured."""
 
 
 class DeadlineError(MegatrainError):

@@ -17,7 +17,7 @@ KINDS = {
 def regular_file(path: Path) -> Path:
     """Return the path of a file, or of a link to one, before it is opened.
 
-    To open a pipe waits for a writer, and a device such as /dev/zero has no end. Raises OSError for anything else than
+    Opening a pipe waits for a writer, and a device such as /dev/zero has no end. Raises OSError for anything else than
     a regular file, also for a missing one.
     """
     try:

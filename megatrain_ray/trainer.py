@@ -174,18 +174,18 @@ class Trainer:
             leftovers = run_spec.source.leftovers()
             describe_run(run_spec, data, manifest, self.config.train.epochs, leftovers)
             held_out = held_out and replace(held_out, logprobs=logprobs.held_out)
-            job = RunContext(
+            context = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup,
                 FailureBudget(run.config.max_failures), self._callbacks, self._at_end, logprobs.training, rollouts,
                 mirror, streamed=data.streamed,
             )  # fmt: skip
             if self._pass and held_out:
-                job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
-            with held(job.token_folders):
+                context = replace(context, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
+            with held(context.token_folders):
                 after.callback(run.clean_after_end)
                 begin_run(run_spec, run, manifest, leftovers, mirror)
                 with report_at_end(run.path):
-                    return TrainOutput.of(run, *train(job, manifest, placement))
+                    return TrainOutput.of(run, *train(context, manifest, placement))
 
     def save_model(
         self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False,
@@ -286,7 +286,7 @@ class Trainer:
     def _chosen(self, step: SaveChoice) -> SaveChoice:
         return self._save if step is None else step
 
-    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
+    def _at_end(self, context: RunContext, crew: WorkerGroup) -> None:
         """Do something when all steps are made, while every process still lives."""
 
 
@@ -305,7 +305,7 @@ class _PassTrainer(Trainer):
         say(f"time      {describe_pass(run_spec.plan, run_spec.scores_s, self._pass.num_rows)}")
         return run_spec
 
-    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
+    def _at_end(self, context: RunContext, crew: WorkerGroup) -> None:
         self.pids = {*crew.pids.values()} - {os.getpid()}
 
 

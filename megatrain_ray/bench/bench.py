@@ -118,8 +118,8 @@ class _ObservingTrainer(Trainer):
         say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
         return run_spec
 
-    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
-        self.observed = _observe(job, crew)
+    def _at_end(self, context: RunContext, crew: WorkerGroup) -> None:
+        self.observed = _observe(context, crew)
 
 
 def _check_updates(output: TrainOutput) -> None:
@@ -131,12 +131,12 @@ def _check_updates(output: TrainOutput) -> None:
         )
 
 
-def _observe(job: RunContext, crew: WorkerGroup) -> Observed:
-    plan = job.run_spec.plan
+def _observe(context: RunContext, crew: WorkerGroup) -> Observed:
+    plan = context.run_spec.plan
     on_gpu = plan.device == "cuda"
     return Observed(
-        run_spec=job.run_spec,
-        tokens=job.tokens,
+        run_spec=context.run_spec,
+        tokens=context.tokens,
         kernel_names=tuple(crew.kernel_names),
         update_times=crew.update_times(),
         pss_bytes=pss_of_run(crew.pids),

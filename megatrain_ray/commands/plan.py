@@ -44,13 +44,13 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     if config.train.rollouts:
         check_rewards(config.train.rollouts)
     with Interrupts(), spinner("planning"):
-        question = planning_problem(config)
+        problem = planning_problem(config)
         check_reference(config)
         try:
-            plan, capacity_error = question.plan(), None
+            plan, capacity_error = problem.plan(), None
         except CapacityError as error:
             plan, capacity_error = None, error
-        found = list(alternatives(question, plan)) if what_if else []
+        found = list(alternatives(problem, plan)) if what_if else []
     if as_json and plan:
         print_lines(*_as_json(config, plan, found, price_per_hour).split("\n"))
     elif plan:
@@ -60,16 +60,16 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
             *run_lines(config, plan, price_per_hour),
             *few_steps(epochs, config.train.steps),
             *reference_line(config),
-            *sampling_lines(config, question),
+            *sampling_lines(config, problem),
         )
     if found and not as_json:
         print_lines("")
         print_alternatives(found)
     if capacity_error:
         raise capacity_error
-    for problem in missing_data(config.data):
-        show(f"note: {problem}; a plan does without data, training does not", stream=sys.stderr)
-    for note in (*_missing_disk(config.spill, question.machine.spill), *_card_of_memory(config, question.machine)):
+    for missing in missing_data(config.data):
+        show(f"note: {missing}; a plan does without data, training does not", stream=sys.stderr)
+    for note in (*_missing_disk(config.spill, problem.machine.spill), *_card_of_memory(config, problem.machine)):
         show(f"note: {note}", stream=sys.stderr)
 
 
@@ -84,13 +84,13 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
         naming_reference(config.train) if name != "model" else nullcontext(),
         pass_config(None if name == "model" else name, config, imagined=True) as settings,
     ):
-        question = planning_problem(settings)
-    plan, counts, distills = question.plan(), list(_known_counts(config)), config.train.objective == "distill"
+        problem = planning_problem(settings)
+    plan, counts, distills = problem.plan(), list(_known_counts(config)), config.train.objective == "distill"
     token_bytes = WEIGHT_TYPE.itemsize + (8 * config.train.distillation.top_k + 4 if distills else 0)
     values = f"{token_bytes} B a token"
     if counts:
         values = format_bytes(token_bytes * sum(count.num_tokens for count in counts))
-    time = describe_pass(plan, question.scores_s, [count.num_rows for count in counts])
+    time = describe_pass(plan, problem.scores_s, [count.num_rows for count in counts])
     role = "teacher" if distills else "reference"
     yield f"{role:<9} {', '.join(memory_of_limits(plan))}; {values} in the cache; {time}"
 

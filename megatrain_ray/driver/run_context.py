@@ -51,7 +51,7 @@ class RunContext:
     failures: FailureBudget  # of all attempts together
     callbacks: Callbacks = field(default_factory=Callbacks)
     # Called when all steps are made, while every process still lives.
-    at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
+    at_end: Callable[[RunContext, WorkerGroup], None] = lambda context, crew: None
     logprobs: tuple[
         Path, ...
     ] = ()  # folders of a reference's log-probabilities, as many as of tokens; none: no reference

@@ -107,9 +107,9 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
 class RunSaves:
     """Tracks the newest save of a run, and the one that is being written."""
 
-    def __init__(self, job: RunContext, crew: WorkerGroup, manifest: Manifest | None, spans: SpanLog) -> None:
+    def __init__(self, context: RunContext, crew: WorkerGroup, manifest: Manifest | None, spans: SpanLog) -> None:
         """Prepare to save. `manifest`: of the save that the attempt goes on from; None: there is none."""
-        self._job = job
+        self._context = context
         self._crew = crew
         self._spans = spans
         self.step = manifest.step if manifest else -1  # updates in the newest save; -1: there is none
@@ -124,15 +124,15 @@ class RunSaves:
 
         last_row: of metrics; empty: no step has ended.
         """
-        run_spec, predicted_s = self._job.run_spec, 0.0
+        run_spec, predicted_s = self._context.run_spec, 0.0
         if completed < step < run_spec.config.train.num_steps and last_row:
             predicted_s = predict_stall_s(run_spec.plan, last_row["step_s"], *self.rates)
         try:
-            check_room(self._job.run.saves, bytes_of_one(run_spec.plan), f"the save of step {step}", ADVICE)
-            self.running = RunningSave(self._job, self._crew, step, predicted_s)
+            check_room(self._context.run.saves, bytes_of_one(run_spec.plan), f"the save of step {step}", ADVICE)
+            self.running = RunningSave(self._context, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None
-        self.missed = self._job.callbacks.save = False
+        self.missed = self._context.callbacks.save = False
 
     def reached(self, progress: Progress) -> None:
         """Tell the running save where training stands, if it is the save of this step."""
@@ -177,15 +177,15 @@ class RunSaves:
             self._abandon(save)
             log.info("step %d is not saved: no step since the newest save changed the weights", save.step)
             return
-        self._job.run.flush()  # a save never exists without the rows before it
+        self._context.run.flush()  # a save never exists without the rows before it
         with self._spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
-        if self._job.mirror:
-            self._job.mirror.saved(save.step)
-        self._job.callbacks.saved(save.step)
-        if save.waited_s and completed < self._job.run_spec.config.train.num_steps:
+        if self._context.mirror:
+            self._context.mirror.saved(save.step)
+        self._context.callbacks.saved(save.step)
+        if save.waited_s and completed < self._context.run_spec.config.train.num_steps:
             tell = log.info if self._has_reported_wait else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
@@ -202,7 +202,7 @@ class RunSaves:
         """Return what a run that is interrupted after so many steps leaves, for the message."""
         if self.step == completed:
             return f"saved at step {self.step}; the same command resumes"
-        if self._job.run_spec.config.save_every is None:
+        if self._context.run_spec.config.save_every is None:
             return "nothing saved (save_every: null)"
         if self.step >= 0:
             return f"all steps since the save of step {self.step} were skipped; the same command resumes from it"

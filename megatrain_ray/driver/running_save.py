@@ -32,9 +32,9 @@ class RunningSave:
     Raises what a shard raised; then call `abandon`.
     """
 
-    def __init__(self, job: RunContext, crew: WorkerGroup, step: int, predicted_stall_s: float) -> None:
+    def __init__(self, context: RunContext, crew: WorkerGroup, step: int, predicted_stall_s: float) -> None:
         self.step = step
-        self._job = job
+        self._context = context
         self._crew = crew
         self._predicted_stall_s = predicted_stall_s
         self._start_s = time.monotonic()
@@ -43,8 +43,8 @@ class RunningSave:
         self._progress: Progress | None = None
         self._position: Mapping[str, Any] | None = None  # of the data, after the saved step
         self._position_call: Any = None
-        folder = prepare_save(job.run.saves, step, job.run.token)
-        self.calls = crew.write_parts(folder, step, job.run_spec.config.save_compress)
+        folder = prepare_save(context.run.saves, step, context.run.token)
+        self.calls = crew.write_parts(folder, step, context.run_spec.config.save_compress)
 
     def reached(self, progress: Progress) -> None:
         """Note where training stands at the end of the saved step. It may be further when the last part is written."""
@@ -89,7 +89,7 @@ class RunningSave:
 
     def check_deadline(self) -> None:
         """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
-        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._job.run_spec.plan.save_bytes)
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._context.run_spec.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
@@ -104,15 +104,15 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        run = self._job.run
+        run = self._context.run
         commit_save(run.saves, self.step, self._manifest(parts, timing))
-        being_mirrored = {mirror.uploading} if (mirror := self._job.mirror) else set()
+        being_mirrored = {mirror.uploading} if (mirror := self._context.mirror) else set()
         prune(run.saves, run.config.save_keep, run.token, run.kept_for_ever(list_saves(run.saves)) | being_mirrored)
         return timing
 
     def _manifest(self, parts: tuple[PartManifest, ...], timing: SaveTiming) -> Manifest:
         assert self._progress is not None and self._position is not None
-        run_spec = self._job.run_spec
+        run_spec = self._context.run_spec
         precision, generation = run_spec.plan.precision, run_spec.source.generation_config
         layers = run_spec.structure.layout(run_spec.plan.num_fragments).layers
         checksums = self._crew.base_checksums or [None] * len(layers)
@@ -122,7 +122,7 @@ class RunningSave:
             itemsize[saved.WIDE_KIND] = WIDE * precision.working_dtype.itemsize
         return Manifest(
             version=saved.FORMAT_VERSION,
-            run=self._job.run.token,
+            run=self._context.run.token,
             step=self._progress.step,
             optimizer_step=self._progress.adam_step,
             num_skipped=self._progress.num_skipped,
@@ -143,7 +143,7 @@ class RunningSave:
         self._crew.abandon_save()
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
-        abandon_save(self._job.run.saves, self.step)
+        abandon_save(self._context.run.saves, self.step)
 
 
 def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:

@@ -77,16 +77,16 @@ class Session:
     _view: LineView  # exists while the loop runs
 
     def __init__(
-        self, job: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
+        self, context: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
     ) -> None:
         """Prepare an attempt that goes on from the save of `manifest`; None: from the start.
 
         placement: holds actors that have started already. They end with the session.
         """
-        self._job = job
+        self._context = context
         self._manifest = manifest
         self._sinks = sinks
-        self._config, self._plan, run = job.run_spec.config, job.run_spec.plan, job.run
+        self._config, self._plan, run = context.run_spec.config, context.run_spec.plan, context.run
         self._policy = RunPolicy.of(self._config)
         step = manifest.step if manifest else 0
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
@@ -94,7 +94,9 @@ class Session:
         self._last_applied = step  # the newest step that was not skipped
         self._last_row: dict[str, Any] = {}
         self._under_way: list[Any] = []  # calls of the steps that were submitted and have not ended
-        self._held_out = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
+        self._held_out = (
+            context.held_out.open() if context.held_out else None
+        )  # opened once: packing chats takes a while
         self._evaluation: RunningEvaluation | None = None
         self._rollouts: RunningRollouts | None = None
         self._is_evaluation = False  # whether `_rollouts` answers held-out prompts
@@ -104,20 +106,22 @@ class Session:
         self._evaluated, self._num_without_better = run.last_evaluated, num_without_better(run.evaluations())
         watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
-        self._crew = WorkerGroup(job.run_spec, job.daemons.check, to_record, placement, job.failures, watch, job.left)
-        self._prepared = PreparedSteps(self._crew.ask_prepared, step, streamed=job.streamed is not None)
+        self._crew = WorkerGroup(
+            context.run_spec, context.daemons.check, to_record, placement, context.failures, watch, context.left
+        )
+        self._prepared = PreparedSteps(self._crew.ask_prepared, step, streamed=context.streamed is not None)
         self._stall = StallWatch(self._crew.current_phase)
-        self._tracing = Tracing(job.run_spec, run.path, step)
+        self._tracing = Tracing(context.run_spec, run.path, step)
         self._plan_check = PlanCheck(self._plan, run.path)
         self._server_check = ServerCheck(self._config.train)
-        self._saves = RunSaves(job, self._crew, manifest, self._tracing.spans)
+        self._saves = RunSaves(context, self._crew, manifest, self._tracing.spans)
 
     def train(self) -> int:
         """Train until the run is done, interrupted or stopped by a callback. Return the completed steps.
 
         Raises InterruptedRunError, and MegatrainError for what failed.
         """
-        crew, interrupts = self._crew, self._job.interrupts
+        crew, interrupts = self._crew, self._context.interrupts
         try:
             self._start()
             with interrupts.put_off():
@@ -135,29 +139,29 @@ class Session:
             raise crew.explain(error) from error
         finally:
             crew.kill()
-            self._job.left.clear()
-            self._job.left.update(crew.remote_pids)
+            self._context.left.clear()
+            self._context.left.update(crew.remote_pids)
             self._tracing.close()
             self._plan_check.close()
-        forget(self._job.run.path)
+        forget(self._context.run.path)
         completed = self._progress.step
         if interrupts.requested and not self._policy.is_done(self._seen()):
             raise InterruptedRunError(f"interrupted after step {completed}, {self._saves.kept(completed)}")
-        if self._job.callbacks.stop:
+        if self._context.callbacks.stop:
             say(f"a callback ended the training after step {completed}, {self._saves.kept(completed)}")
-        elif reason := self._job.run.early_end(completed):
+        elif reason := self._context.run.early_end(completed):
             say(reason)
         return completed
 
     def _start(self) -> None:
-        if self._job.rollouts:  # before the first batch is asked for, which may be of rollouts that are there
-            self._sampled, self._sampling_summary = self._job.rollouts.resume(self._progress.step)
-        self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
+        if self._context.rollouts:  # before the first batch is asked for, which may be of rollouts that are there
+            self._sampled, self._sampling_summary = self._context.rollouts.resume(self._progress.step)
+        self._saves.rates = start_processes(self._crew, self._context, self._manifest, lambda: self._progress)
         if not self._policy.is_done(self._seen()):
             steps = self._config.train.num_steps
             next_step = self._progress.step + 1
-            scores = "computing log-probabilities" if self._job.run_spec.keeps_logprobs else "evaluating"
-            self._job.startup.tell(f"step {next_step} of {steps}" if next_step <= steps else scores)
+            scores = "computing log-probabilities" if self._context.run_spec.keeps_logprobs else "evaluating"
+            self._context.startup.tell(f"step {next_step} of {steps}" if next_step <= steps else scores)
         self._stall.reset()
 
     def _loop(self) -> None:
@@ -167,7 +171,7 @@ class Session:
         if self._failure is not None:
             raise MegatrainError(f"{self._failure}; {self._saves.kept(self._progress.step)}") from self._failure
         if self._policy.is_done(seen):
-            self._job.at_end(self._job, self._crew)
+            self._context.at_end(self._context, self._crew)
 
     def _act(self, action: Action, seen: Observation) -> None:
         match action:
@@ -177,18 +181,18 @@ class Session:
                 if save:
                     self._saves.begin(self._submitted, self._progress.step, self._last_row)
                 self._under_way.append(self._crew.step(self._submitted, save))
-            case Action.EVALUATE if self._job.rollouts:
-                self._rollouts = self._job.rollouts.begin_evaluation(self._progress.step, self._crew.sample)
+            case Action.EVALUATE if self._context.rollouts:
+                self._rollouts = self._context.rollouts.begin_evaluation(self._progress.step, self._crew.sample)
                 self._is_evaluation = True
             case Action.EVALUATE:
-                assert self._job.held_out and self._held_out  # it is evaluated only if there are some
+                assert self._context.held_out and self._held_out  # it is evaluated only if there are some
                 self._evaluation = RunningEvaluation(
-                    self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step,
-                    self._job.keep,
+                    self._crew.evaluate, self._held_out, self._context.held_out.weights, self._progress.step,
+                    self._context.keep,
                 )  # fmt: skip
             case Action.SAMPLE:
-                assert self._job.rollouts  # else the policy samples none
-                self._rollouts = self._job.rollouts.begin(self._progress.step, self._crew.sample, self._crew.score)
+                assert self._context.rollouts  # else the policy samples none
+                self._rollouts = self._context.rollouts.begin(self._progress.step, self._crew.sample, self._crew.score)
                 self._is_evaluation = False
             case Action.SAVE:
                 self._saves.begin(self._progress.step, self._progress.step, self._last_row)
@@ -200,12 +204,15 @@ class Session:
                 self._wait_for_all()
 
     def _seen(self) -> Observation:
-        callbacks = self._job.callbacks
+        callbacks = self._context.callbacks
         return Observation(
             submitted=self._submitted,
             completed=self._progress.step,
             saved=self._saves.step,
-            interrupted=self._job.interrupts.requested or self._has_diverged or callbacks.stop or bool(self._failure),
+            interrupted=self._context.interrupts.requested
+            or self._has_diverged
+            or callbacks.stop
+            or bool(self._failure),
             changed=self._progress.adam_step > self._saves.num_applied,
             saving=self._saves.running is not None,
             missed=self._saves.missed or callbacks.save,
@@ -281,30 +288,30 @@ class Session:
         awaited = f"the evaluation after step {step}" if self._evaluation else f"step {step + 1}"
         # A save may delay a step for as long as the disk needs.
         more_s = self._plan.update_deadline_s if save else 0.0
-        if self._rollouts and self._job.rollouts:
+        if self._rollouts and self._context.rollouts:
             awaited = f"the sampling after step {step}"
-            more_s += self._job.rollouts.settings.max_new_tokens * TOKEN_DEADLINE_S
+            more_s += self._context.rollouts.settings.max_new_tokens * TOKEN_DEADLINE_S
         elif self._prepared.holds(self._submitted) and not (self._under_way or self._evaluation):
             awaited, more_s = f"the data of step {step + 1} (data.stream)", math.inf  # fetching ends by itself
         self._stall.check(awaited, more_s)
 
     def _record(self, result: StepResult) -> None:
-        row, step = self._job.with_epoch(result.row), result.progress.step
+        row, step = self._context.with_epoch(result.row), result.progress.step
         if self._sampling_summary:
             row["rollouts"] = self._sampling_summary
-        if self._job.mirror:
-            row["mirror_lag"] = self._job.mirror.lag(step)
+        if self._context.mirror:
+            row["mirror_lag"] = self._context.mirror.lag(step)
         self._progress, self._last_row = result.progress, row
         if not row["skipped"]:
             self._last_applied = step
         with self._tracing.spans.span(Row.DRIVER, f"row of step {step}"):
-            self._write(self._job.run.append, row)
+            self._write(self._context.run.append, row)
             log.info("step %d  %s", step, describe_split([row]))
             self._view.update(row)
         self._tracing.ended(self._crew, step)
         self._plan_check.ended(self._crew, row)
         self._server_check.ended(row, self._sampled)
-        self._job.callbacks.step_ended(row)
+        self._context.callbacks.step_ended(row)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
@@ -317,7 +324,7 @@ class Session:
 
     def _end_evaluation(self, evaluation: RunningEvaluation) -> None:
         """Stop the evaluation if the run is interrupted; write its row if it is over."""
-        if self._job.interrupts.requested:
+        if self._context.interrupts.requested:
             evaluation.give_up()
         if not evaluation.is_over:
             return
@@ -326,13 +333,13 @@ class Session:
             self._record_evaluation(found)
 
     def _record_evaluation(self, found: Mapping[str, Any]) -> None:
-        row = self._job.with_epoch(found)
+        row = self._context.with_epoch(found)
         self._evaluated = row["step"]
-        self._write(self._job.run.append_evaluation, row)
-        self._num_without_better = num_without_better(self._job.run.evaluations())
+        self._write(self._context.run.append_evaluation, row)
+        self._num_without_better = num_without_better(self._context.run.evaluations())
         if self._config.train.steps:  # else the result is all that is printed
             self._view.evaluated(row)
-        self._job.callbacks.evaluated(row)
+        self._context.callbacks.evaluated(row)
 
     def _add_sampled(self, rollouts: RunningRollouts, call: Any) -> None:
         try:
@@ -362,7 +369,7 @@ class Session:
 
         If a reward function or the disk fails, the run goes on as if it were interrupted.
         """
-        if self._job.interrupts.requested:
+        if self._context.interrupts.requested:
             rollouts.give_up()
         try:
             if not rollouts.is_over(POLL_S):
@@ -370,9 +377,9 @@ class Session:
             if rollouts.records and self._is_evaluation:
                 self._record_evaluation(rollouts.evaluation())
             elif rollouts.records:
-                assert self._job.rollouts
+                assert self._context.rollouts
                 being_saved = [self._saves.running.step] if self._saves.running else []
-                self._job.rollouts.commit(rollouts, [*list_saves(self._job.run.saves), *being_saved])
+                self._context.rollouts.commit(rollouts, [*list_saves(self._context.run.saves), *being_saved])
                 self._sampled, self._sampling_summary = rollouts.step, rollouts.summary()
                 self._view.sampled(rollouts.step, self._sampling_summary)
         except MegatrainError as error:

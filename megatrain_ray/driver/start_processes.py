@@ -31,7 +31,7 @@ from megatrain_ray.workers.messages import Progress
 
 
 def start_processes(
-    crew: WorkerGroup, job: RunContext, manifest: Manifest | None, progress: Callable[[], Progress]
+    crew: WorkerGroup, context: RunContext, manifest: Manifest | None, progress: Callable[[], Progress]
 ) -> SaveRates:
     """Start all actors, load their state and build the engine. Return the rates of saves.
 
@@ -40,56 +40,56 @@ def start_processes(
 
     Raises CapacityError if saves have no room, and what the crew raises.
     """
-    plan, config, run, startup = job.run_spec.plan, job.run_spec.config, job.run, job.startup
+    plan, config, run, startup = context.run_spec.plan, context.run_spec.config, context.run, context.startup
     disk_bytes_per_s = 0.0
     if config.save_every is not None:
         with startup.phase("measuring the disk"):
-            check_save_room(job.run_spec, run.saves, progress().step, run.token)
+            check_save_room(context.run_spec, run.saves, progress().step, run.token)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, config.save_compress)
-    with startup.phase(f"starting {actors_spec(job.run_spec).num_processes} processes"):
-        crew.start(_data_arguments(job, manifest))
-    with startup.phase(_loading(job, manifest)):
+    with startup.phase(f"starting {actors_spec(context.run_spec).num_processes} processes"):
+        crew.start(_data_arguments(context, manifest))
+    with startup.phase(_loading(context, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
         copy_bytes_per_s = crew.copy_bytes_per_s()
     with startup.phase("building the engine" + (" and compiling its layers" if plan.compute.compiled_loss else "")):
         crew.begin(progress)
     if in_ray_job():
-        _warn_of_stop(job, disk_bytes_per_s)
+        _warn_of_stop(context, disk_bytes_per_s)
     return SaveRates(disk_bytes_per_s, copy_bytes_per_s)
 
 
-def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any]:
+def _data_arguments(context: RunContext, manifest: Manifest | None) -> dict[str, Any]:
     """Return the arguments of a data process. It skips from where this attempt began to the requested batch."""
-    config, plan = job.run_spec.config, job.run_spec.plan
+    config, plan = context.run_spec.config, context.run_spec.plan
     return {
         "data": config.data,
-        "tokens": job.tokens,
-        "logprobs": job.logprobs,
-        "vocab_size": job.run_spec.structure.vocab_size,
+        "tokens": context.tokens,
+        "logprobs": context.logprobs,
+        "vocab_size": context.run_spec.structure.vocab_size,
         "batch_size": plan.batch_size,
         "num_readers": plan.hosts.num_gpus,
         "step": manifest.step if manifest else 0,
         "position": manifest.data if manifest else None,
-        "held_out": job.held_out,
+        "held_out": context.held_out,
         "traced": traced_steps(config.log.trace),
-        "rollouts": job.rollouts.files if job.rollouts else None,
-        "streamed": job.streamed and replace(job.streamed, vocab_size=job.run_spec.structure.vocab_size),
+        "rollouts": context.rollouts.files if context.rollouts else None,
+        "streamed": context.streamed and replace(context.streamed, vocab_size=context.run_spec.structure.vocab_size),
         "micro_batch_size": plan.step.micro_batch_size * plan.hosts.num_gpus,
     }
 
 
-def _loading(job: RunContext, manifest: Manifest | None) -> str:
-    parameters = f"{format_count(job.run_spec.plan.num_parameters)} parameters"
+def _loading(context: RunContext, manifest: Manifest | None) -> str:
+    parameters = f"{format_count(context.run_spec.plan.num_parameters)} parameters"
     if manifest is not None:
         return f"restoring {parameters} from the save of step {manifest.step}"
-    return f"loading {parameters}" if job.run_spec.source.folder else f"making {parameters} at random"
+    return f"loading {parameters}" if context.run_spec.source.folder else f"making {parameters} at random"
 
 
-def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
+def _warn_of_stop(context: RunContext, disk_bytes_per_s: float) -> None:
     """Print a warning if a stopped job of Ray would be killed before its last save is complete."""
-    plan = job.run_spec.plan
+    plan = context.run_spec.plan
     step_s = plan.prediction.step_s if plan.prediction else 0.0
-    needed_s = stop_wait_s(plan, job.run_spec.config.save_interval, disk_bytes_per_s, step_s)
+    needed_s = stop_wait_s(plan, context.run_spec.config.save_interval, disk_bytes_per_s, step_s)
     if warning := warning_of(needed_s, os.environ):
         say(warning)
 

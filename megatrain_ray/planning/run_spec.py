@@ -154,11 +154,11 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     Raises CapacityError if no plan fits, and ConfigError.
     """
     source = _source_of(config, source)
-    question = _fitting_problem(config, source, machine or _machine(config, imagined=False))
-    plan = question.plan()
+    problem = _fitting_problem(config, source, machine or _machine(config, imagined=False))
+    plan = problem.plan()
     split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
-    scores_s = None if config.train.num_steps else question.scores_s
-    return RunSpec(split, question.source.with_fills(), question.structure, plan, scores_s=scores_s)
+    scores_s = None if config.train.num_steps else problem.scores_s
+    return RunSpec(split, problem.source.with_fills(), problem.structure, plan, scores_s=scores_s)
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
@@ -170,7 +170,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     Raises ConfigError if the model no longer exists.
     """
     machine = Machine(plan.device, plan.compute.num_threads, 1, plan.limits.ram_bytes, plan.limits.hbm_bytes)
-    question = _question_of_plan(config, plan, machine)
+    problem = _problem_of_plan(config, plan, machine)
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
@@ -178,7 +178,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
         plain, limit_bytes = profile.disk_plain_bytes_per_s, plan.limits.spill_bytes
         spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain)
         by_profile = replace(machine, profile=profile, spill=spill)
-        return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
+        return predict_plan(plan, problem.structure, problem.activations, by_profile, problem.request)
 
     return predict
 
@@ -215,7 +215,7 @@ def _fitting_problem(config: TrainConfig, source: ModelSource, machine: Machine)
     smallest shortfall is returned.
     """
     parts, trials = config.hardware.block_parts, dict[int, Trials]()
-    whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
+    whole = _problem_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
     if parts != "auto" or machine.device != "cuda" or config.train.vision != "frozen":
         return whole
     if whole.fits or not lacks_device_memory(whole.structure, whole.activations, machine, whole.request):
@@ -223,18 +223,18 @@ def _fitting_problem(config: TrainConfig, source: ModelSource, machine: Machine)
     different: dict[tuple[str, ...], PlanningProblem] = {}
     for parts in BLOCK_PARTS:
         try:
-            question = _question_of_parts(config, source, machine, parts, trials)
+            problem = _problem_of_parts(config, source, machine, parts, trials)
         except ConfigError as error:
             log.info("%s", error)
         else:
-            different.setdefault(question.layer_names, question)
+            different.setdefault(problem.layer_names, problem)
     best = min(different.values(), key=_predicted_s, default=whole)
     if _predicted_s(best) < math.inf:
         return best
-    return min((whole, *different.values()), key=lambda question: question.shortfall)
+    return min((whole, *different.values()), key=lambda problem: problem.shortfall)
 
 
-def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> PlanningProblem:
+def _problem_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> PlanningProblem:
     """Return the planner's inputs for which the plan was made.
 
     The plan stores how many parts blocks have, not how many were allowed, so the possible numbers are tried.
@@ -243,19 +243,19 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Plan
     numbers = [1] if plan.compute.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
     source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
     for parts in numbers:
-        question = _question_of_parts(config, source, machine, parts, {})
-        if question.layer_names == names:
-            return question
+        problem = _problem_of_parts(config, source, machine, parts, {})
+        if problem.layer_names == names:
+            return problem
     raise ConfigError(f"the model's blocks are not divided any more as the plan has them: {', '.join(names[:4])}, …")
 
 
-def _predicted_s(question: PlanningProblem) -> float:
+def _predicted_s(problem: PlanningProblem) -> float:
     """Return the predicted seconds of a step; infinite if nothing fits or nothing is predicted."""
-    prediction = question.plan().prediction if question.fits else None
+    prediction = problem.plan().prediction if problem.fits else None
     return prediction.step_s if prediction else math.inf
 
 
-def _question_of_parts(
+def _problem_of_parts(
     config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: dict[int, Trials]
 ) -> PlanningProblem:
     """Return the planner's inputs with blocks divided into at most `block_parts` parts.

@@ -18,12 +18,12 @@ OF_STEPS = frozenset(("boundary activations", "kept activations", "attention mas
 LOGIT_BYTES = 8  # of a row's logits while its next token is drawn: in working precision, in FP32, and one that is made
 
 
-def sampling_lines(config: TrainConfig, question: PlanningProblem) -> Iterator[str]:
+def sampling_lines(config: TrainConfig, problem: PlanningProblem) -> Iterator[str]:
     """Yield lines on memory and time of the samplings and of a reference; none if the run samples no answers.
 
     Raises CapacityError if no plan fits.
     """
-    rollouts, plan = config.train.rollouts, question.plan()
+    rollouts, plan = config.train.rollouts, problem.plan()
     if rollouts is None:
         return
     every = f"every {format_quantity(rollouts.steps, 'step')}" if rollouts.steps > 1 else "every step"
@@ -31,25 +31,25 @@ def sampling_lines(config: TrainConfig, question: PlanningProblem) -> Iterator[s
     if rollouts.server is not None:
         yield f"sampling  {num_answers} answers {every} by {rollouts.server.url}, whose time is not counted"
     else:
-        yield f"sampling  {_of_engine(config, question, num_answers)} {every}"
+        yield f"sampling  {_of_engine(config, problem, num_answers)} {every}"
     if config.train.reference_model is not None:
-        num_bytes = largest_visit(question.structure.layout()) * plan.precision.working_dtype.itemsize
+        num_bytes = largest_visit(problem.structure.layout()) * plan.precision.working_dtype.itemsize
         yield (
             f"reference {format_bytes(num_bytes)} of RAM and as much memory of the GPU, while it is read layer by "
             f"layer, {format_quantity(rollouts.steps, 'time')} {every}"
         )
 
 
-def _of_engine(config: TrainConfig, question: PlanningProblem, num_answers: int) -> str:
-    rollouts, plan = config.train.rollouts, question.plan()
+def _of_engine(config: TrainConfig, problem: PlanningProblem, num_answers: int) -> str:
+    rollouts, plan = config.train.rollouts, problem.plan()
     assert rollouts is not None
     of_gpu = -(-num_answers // plan.hosts.num_gpus)
-    row_bytes = LOGIT_BYTES * question.structure.vocab_size
-    if (token_bytes := cache_bytes(question.source, plan.precision.working_dtype.itemsize)) is not None:
+    row_bytes = LOGIT_BYTES * problem.structure.vocab_size
+    if (token_bytes := cache_bytes(problem.source, plan.precision.working_dtype.itemsize)) is not None:
         row_bytes += config.data.seq_len * token_bytes
     free = free_bytes(plan)
     rows = max(1, min(of_gpu, MOST_ROWS, of_gpu if free is None else free // row_bytes))
-    token_s = question.sampled_token_s
+    token_s = problem.sampled_token_s
     seconds = -(-of_gpu // rows) * rollouts.max_new_tokens * token_s
     of = "" if free is None else f" of {format_bytes(free)} free"
     what = "cache and logits" if token_bytes is not None else "logits (this model's cache is not counted)"

@@ -140,15 +140,15 @@ class Alternative:
         }
 
 
-def alternatives(question: PlanningProblem, plan: Plan | None) -> Iterator[Alternative]:
+def alternatives(problem: PlanningProblem, plan: Plan | None) -> Iterator[Alternative]:
     """Yield the plan itself, then the plan with each change made by itself.
 
     plan: None if nothing fits.
     """
     yield Alternative("as it is", plan)
-    for change, machine, request in _changes(question.machine, question.request):
+    for change, machine, request in _changes(problem.machine, problem.request):
         try:
-            yield Alternative(change, replace(question, machine=machine, request=request).plan())
+            yield Alternative(change, replace(problem, machine=machine, request=request).plan())
         except CapacityError:
             yield Alternative(change, None)
 

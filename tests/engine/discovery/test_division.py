@@ -279,8 +279,8 @@ def test_parts_of_a_block_do_not_help_where_host_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    ask = run_spec._question_of_parts
-    monkeypatch.setattr(run_spec, "_question_of_parts", lambda *args: asked.append(args[3]) or ask(*args))
+    ask = run_spec._problem_of_parts
+    monkeypatch.setattr(run_spec, "_problem_of_parts", lambda *args: asked.append(args[3]) or ask(*args))
     with pytest.raises(CapacityError, match=r"^needs .* of host RAM"):
         planning_problem(tight(tmp_path, ram_limit="6GiB", hbm_limit="24GiB", hbm_layers=0)).plan()
     assert asked == [1]
