@@ -117,7 +117,7 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
 
 
 def _without_repeats(corpus: Corpus, part: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens of a document of which one stands for all of an image, and how many each stands for."""
+    """Return the indices of the tokens of a document, one for each image, and how many tokens each stands for."""
     own = np.asarray(corpus.columns[IMAGE][part] if IMAGE in corpus.columns else np.zeros(part.stop - part.start))
     kept = np.flatnonzero(np.append(True, (own[1:] == 0) | (own[1:] != own[:-1])))
     return kept, np.diff(np.append(kept, own.size))

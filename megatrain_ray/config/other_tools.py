@@ -96,7 +96,7 @@ def other_names() -> list[str]:
 
 
 def reason_for(name: str) -> str | None:
-    """Return how what another tool's key of this name sets is done here, or why not; None if no tool has such a key."""
+    """Return what to do here in place of another tool's key, or why nothing can be done; None if no tool has it."""
     reasons = {
         key: why for section in reversed(SECTIONS) for table in _tables()[::-1]
         for key, why in reasons_of(table[section], _shared()["reasons"]).items()

@@ -65,7 +65,7 @@ class TrainConfig(Settings):
         return config
 
     def as_begun(self) -> TrainConfig:
-        """Return the configuration of a run that has begun, in which what its release did not know is as it was then.
+        """Return the configuration of a run that has begun, where settings that its release lacked are as it behaved.
 
         Earlier releases never began texts with the bos token, and ended them with the eos token only in packed rows.
         With the tokenizer `bytes` they ended answers with ordinary text.

@@ -30,7 +30,7 @@ def describe_start(
     unreached: Sequence[str] = (),
     epochs: float | None = None,
 ) -> Iterator[str]:
-    """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
+    """Yield five lines: model, data, step, memory and time. Without steps (an evaluation): model and memory.
 
     If the model's folder holds something beyond the model, if no gradient reaches a part of it, or if train.epochs are
     few steps, a line more says so.

@@ -29,7 +29,7 @@ RAYS_OWN = "one of Ray's"  # name of a process that is none of the run's actors
 
 
 class Supervisor:
-    """Keeps the actors of a run going: every wait for one of them notices the deaths of all, and makes them good."""
+    """Keeps the actors of a run going: every wait for one of them notices a death of any, and replaces the dead."""
 
     def __init__(
         self, run_spec: RunSpec, check_cluster: Callable[[], None] = lambda: None,

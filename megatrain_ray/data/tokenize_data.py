@@ -161,12 +161,12 @@ def _is_same(folder: Path, other: Path) -> bool:
 
 
 def open_marks(data: DataConfig, tokenizer: str) -> tuple[str, ...]:
-    """Return those of add_bos and add_eos that are decided when a run begins, and are not yet."""
+    """Return which of the keys add_bos and add_eos the start of a run must still decide."""
     return tuple(key for key in data.decided_marks(tokenizer) if getattr(data, key) is None)
 
 
 def with_marks(data: DataConfig, name: str, vocab_size: int, tokenizer: Tokenizer | None = None) -> DataConfig:
-    """Return the data with what is left open decided: which marks texts, and chats of bytes, begin and end with.
+    """Return the data with add_bos and add_eos decided where they are left open.
 
     tokenizer: that of the `name`; None: it is loaded if it is needed.
     """
@@ -210,7 +210,7 @@ def describe_template(data: DataConfig, tokenizer: str, vocab_size: int) -> Iter
 
 
 def _end_of_bytes(data: DataConfig, vocab_size: int) -> str:
-    """Return what lets a model of bytes stop that learns an ordinary text after an answer."""
+    """Return advice for a model of bytes whose template ends answers with ordinary text, so that it cannot stop."""
     if data.add_eos:
         return "write {{ eos_token }} there, or leave data.chat_template out"
     if vocab_size <= ByteTokenizer.end_of_document:
@@ -316,7 +316,7 @@ def token_cache() -> Path:
 def writable_cache(run_dir: Path) -> Iterator[Path]:
     """Yield the user's cache, or a folder in `run_dir` if that cannot be written to.
 
-    A new empty one goes. If the block succeeds, what is outdated or unused in the cache goes, too.
+    If the block succeeds, outdated and unused tokens in it are deleted. A folder made here that stays empty is deleted.
     """
     is_new = False
     try:

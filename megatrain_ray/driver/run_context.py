@@ -1,4 +1,4 @@
-"""Defines what all attempts at a run have in common, and checks the files that they read."""
+"""Defines what the driver shares among all attempts at a run, and checks the files that they read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatrain_ray.run.save_mirror import SaveMirror
 
 @dataclass(frozen=True)
 class RunContext:
-    """Holds what all attempts at a run have in common."""
+    """Holds what the driver shares among all attempts at a run: an attempt ends when a process is lost."""
 
     run_spec: RunSpec
     tokens: tuple[Path, ...]  # folders of the tokens of the data's sources
