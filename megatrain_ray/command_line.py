@@ -205,6 +205,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="answer PROMPT as a user's turn; without PROMPT, chat in the terminal"
     )
+    parser.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help="image of the first turn; repeatable"
+    )
     _add_step(parser)
     parser.add_argument("--system", metavar="TEXT", help="system prompt: the first turn of the chat")
     parser.add_argument(

@@ -159,11 +159,16 @@ def arguments_of(
     return given
 
 
-def _types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def token_types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments by which a base model knows the tokens of images; none if it asks for the ids only."""
     is_image = (input_ids == base.config.image_token_id).long()  # type: ignore[union-attr]
     names = inspect.signature(type(base).forward).parameters.keys() & set(TYPE_NAMES)
+    return dict.fromkeys(sorted(names), is_image)
+
+
+def _types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     # The model takes no features unless there are pixels, LLaVA-NeXT not of an empty tensor. Nothing reads these.
-    return {"pixel_values": torch.empty(1), **dict.fromkeys(sorted(names), is_image)}
+    return {"pixel_values": torch.empty(1), **token_types(base, input_ids)}
 
 
 def _axes(

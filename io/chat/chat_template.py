@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.messages import PROBE
 from megatrain_ray.io.images.image_parts import IMAGE
+from megatrain_ray.io.images.image_processor import holds_processor
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import (
     ADDITIONAL_TEMPLATES,
@@ -154,6 +156,11 @@ def load_chat_template(
     folder = None if tokenizer == "bytes" else tokenizer_folder(tokenizer)
     named = named_tokens(folder) if folder else {"eos_token": END_NAME} if ends_bytes else {}
     variables = {**named, **(arguments or {})}
+    template = _chosen(name, folder, variables)
+    return _in_its_form(template) if folder and holds_processor(folder) else template
+
+
+def _chosen(name: str | None, folder: Path | None, variables: Mapping[str, Any]) -> ChatTemplate:
     sources = _sources(folder) if folder else {}
     if name is not None:
         return ChatTemplate(name, sources.get(name) or _named(name, folder), variables=variables)
@@ -165,6 +172,19 @@ def load_chat_template(
     if folder and (source := _of_processor(folder)) is not None:
         return ChatTemplate(f"of {folder / PROCESSOR_TEMPLATE_NAME}", source, variables=variables)
     return ChatTemplate("the plain template", read_named_template(PLAIN), variables=variables)
+
+
+def _in_its_form(template: ChatTemplate) -> ChatTemplate:
+    """Return a template that gets lists of parts if it writes no other texts, as those of some models with images."""
+    in_parts = replace(template, in_parts=True)
+    return in_parts if not _writes_texts(template) and _writes_texts(in_parts) else template
+
+
+def _writes_texts(template: ChatTemplate) -> bool:
+    try:
+        return PROBE in template.render([{"role": "user", "content": PROBE}])
+    except TemplateRefusalError:
+        return False
 
 
 def _named(name: str, folder: Path | None) -> str:

@@ -22,7 +22,7 @@ from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair
 from megatrain_ray.io.images.image_parts import IMAGE, RecordImages
 from megatrain_ray.io.images.image_processor import ImageProcessor
-from megatrain_ray.io.images.replaced_images import ReplacedText
+from megatrain_ray.io.images.replaced_images import ReplacedText, check_places
 from megatrain_ray.io.records.read_records import (
     DROPPED,
     RecordError,
@@ -83,11 +83,7 @@ class ChatEncoder:
         if texts:
             last = max(i for i, _ in conversation.answers)
             num_asked = sum((m.get("content") or "").count(IMAGE) for m in conversation.messages[:last])
-            if (written := texts[-1].text.count(self._processor.placeholder)) != num_asked:
-                raise RecordError(
-                    f"the chat template writes {self._processor.placeholder} {written} times for {num_asked} images; "
-                    "take that text out of the turns, or set data.chat_template to one that writes images"
-                )
+            check_places(texts[-1].text, num_asked, self._processor)
         return [self._with_images(marked, images, self._processor) for marked in texts]
 
     def _with_images(self, marked: MarkedText, images: Sequence[StoredImage], processor: ImageProcessor) -> EncodedChat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -52,19 +53,19 @@ class ImageProcessor:
 
     def text_of(self, content: bytes) -> str:
         """Return the text that replaces the placeholder of an image. Raises RecordError if it is no whole image."""
-        (found,) = self._processed(content, return_text_replacement_offsets=True)["text_replacement_offsets"]
+        (found,) = self._processed([content], return_text_replacement_offsets=True)["text_replacement_offsets"]
         return str(found[0]["replacement"])
 
-    def inputs_of(self, content: bytes) -> tuple[dict[str, Any], int]:
-        """Return the tensors that the model's vision tower takes of an image, and its tokens. Raises RecordError."""
-        found = self._processed(content, return_tensors="pt")
+    def inputs_of(self, *contents: bytes) -> tuple[dict[str, Any], int]:
+        """Return the tensors that the model's vision tower takes of images, and their tokens. Raises RecordError."""
+        found = self._processed(contents, return_tensors="pt")
         num_tokens = int((found["input_ids"] == self.image_token_id).sum())
         return {name: value for name, value in found.items() if name not in TEXT_OUTPUTS}, num_tokens
 
-    def _processed(self, content: bytes, **wanted: Any) -> Any:
-        processor, image = load_processor(self.folder), _opened(content)
+    def _processed(self, contents: Sequence[bytes], **wanted: Any) -> Any:
+        processor, images = load_processor(self.folder), [_opened(content) for content in contents]
         try:
-            return processor(images=[image], text=[processor.image_token], **wanted)
+            return processor(images=images, text=[processor.image_token * len(images)], **wanted)
         except Exception as error:  # it may raise anything: Qwen's raises ValueError for a very long image
             raise RecordError(f"the model's processor refuses it: {error}") from None
 
@@ -86,13 +87,18 @@ def _opened(content: bytes) -> Any:
         raise RecordError(f"it cannot be decoded: {reason}") from None
 
 
+def holds_processor(folder: Path) -> bool:
+    """Return whether a folder has a file that says how a model takes images."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
 @cache
 def load_processor(folder: Path) -> Any:
     """Return the model's own processor without its parts for videos, which need torchvision, and sounds.
 
     Raises ConfigError.
     """
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    if not holds_processor(folder):
         raise ConfigError(
             f"data.images: {folder} has none of {', '.join(PROCESSOR_FILES)}, which say how the model takes images; "
             "set data.tokenizer to the model's whole folder"

@@ -38,7 +38,7 @@ class ReplacedText:
     def of(text: str, images: Sequence[StoredImage], processor: ImageProcessor, tokenizer: Tokenizer) -> ReplacedText:
         """Replace the placeholders of a text. Raises RecordError, with the number of the image, if one is no image.
 
-        images: one for each placeholder, or more.
+        images: one for each placeholder, or more (`check_places`).
         """
         found, token = list(re.finditer(re.escape(processor.placeholder), text)), processor.image_token_id
         replacements = [_text_of(image, number, processor) for number, image in enumerate(images[: len(found)], 1)]
@@ -78,6 +78,15 @@ class ReplacedText:
         column = np.zeros((1, ids.size), WEIGHT_TYPE)
         column[0, own] = numbers
         return column
+
+
+def check_places(text: str, num_images: int, processor: ImageProcessor) -> None:
+    """Raise RecordError unless a rendered text has a placeholder for each image."""
+    if (written := text.count(processor.placeholder)) != num_images:
+        raise RecordError(
+            f"the chat template writes {processor.placeholder} {written} times for {num_images} images; "
+            "take that text out of the turns, or set data.chat_template to one that writes images"
+        )
 
 
 def _text_of(image: StoredImage, number: int, processor: ImageProcessor) -> str:

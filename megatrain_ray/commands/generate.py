@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,20 @@ from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
+from megatrain_ray.io.images.image_parts import IMAGE, read_image
+from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.run.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from megatrain_ray.generate.answer import Sampling
+    from megatrain_ray.generate.answer import Prompt, Sampling
     from megatrain_ray.generate.load_model import LoadedModel
     from megatrain_ray.io.chat.chat_template import Message
+    from megatrain_ray.io.tokens.image_files import StoredImage
 
 
 def generate_text(options: Namespace) -> None:
     """Load the model and print what it generates. Raises ConfigError for options that do not go together."""
-    prompt = _prompt(options)
+    prompt, images = _prompt(options), _read_images(options.image)
     with spinner("importing PyTorch and Transformers"):
         from transformers import set_seed
 
@@ -41,7 +44,7 @@ def generate_text(options: Namespace) -> None:
                 print_lines(json.dumps(record, ensure_ascii=False, default=str))  # a table may hold times
         elif options.chat:
             turns = iter([prompt]) if prompt is not None else _typed(options.source)
-            _chat(model, sampling, options.system, turns, is_typed=prompt is None)
+            _chat(model, sampling, options.system, turns, images, is_typed=prompt is None)
         else:
             _stream(model, encode_text(model, prompt or ""), sampling)
         if model.template.is_own and not options.chat and not RunFiles(Path(options.source).absolute()).holds_run:
@@ -52,6 +55,8 @@ def _prompt(options: Namespace) -> str | None:
     """Return the prompt; None: each turn of the chat is typed, or the prompts are in a file. Raises ConfigError."""
     if options.system is not None and (not options.chat or options.prompts is not None):
         raise ConfigError("--system is a chat's first turn: give --chat with it, and no --prompts")
+    if options.image and (not options.chat or options.prompts is not None):
+        raise ConfigError("--image belongs to a chat's first question: give --chat with it, and no --prompts")
     if options.prompts is not None:
         if options.prompt is not None:
             raise ConfigError("a prompt and --prompts are both given; leave one of them out")
@@ -64,6 +69,13 @@ def _prompt(options: Namespace) -> str | None:
             "begins a chat in a terminal"
         )
     return options.prompt  # type: ignore[no-any-return]
+
+
+def _read_images(files: Sequence[Path]) -> list[StoredImage]:
+    try:
+        return [read_image(str(file), Path()) for file in files]
+    except RecordError as error:
+        raise ConfigError(f"--image: {error}") from None
 
 
 def _typed(source: str) -> Iterator[str]:
@@ -85,15 +97,22 @@ def _typed(source: str) -> Iterator[str]:
             yield text
 
 
-def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Iterator[str], *, is_typed: bool) -> None:
-    """Answer the user's turns. Ctrl-C ends the answer to a typed one, and else the command."""
+def _chat(
+    model: LoadedModel, sampling: Sampling, system: str | None, turns: Iterator[str], images: Sequence[StoredImage],
+    *, is_typed: bool,
+) -> None:  # fmt: skip
+    """Answer the user's turns. Ctrl-C ends the answer to a typed one, and else the command.
+
+    images: of the first turn, before its text.
+    """
     from megatrain_ray.generate.answer import encode_chat
 
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     for text in turns:
-        asked: list[Message] = [*messages, {"role": "user", "content": text}]
+        marks = "" if any(message["role"] == "user" for message in messages) else IMAGE * len(images)
+        asked: list[Message] = [*messages, {"role": "user", "content": marks + text}]
         try:
-            answer = _stream(model, encode_chat(model, asked), sampling)
+            answer = _stream(model, encode_chat(model, asked, images=images), sampling)
         except KeyboardInterrupt:
             if not is_typed:
                 raise
@@ -103,7 +122,7 @@ def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Ite
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
+def _stream(model: LoadedModel, prompt: Prompt, sampling: Sampling) -> str:
     """Print an answer as it comes, and return it."""
     from megatrain_ray.generate.answer import generate, text_streamer
 

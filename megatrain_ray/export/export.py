@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
+from megatrain_ray.engine.model.images import VISION_FAMILIES
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -295,7 +296,7 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         yield f"next  {load}"
         yield f"      model.path: {out_dir} with train.objective: reward and a new run_dir trains on from these weights"
         return
-    without = ", without images" if has_images else ""
-    yield f'next  megatrain generate {out_dir} "PROMPT" for a look{without}; with --chat if it learned chats'
+    image = " (and --image FILE)" if has_images and settings["model_type"] in VISION_FAMILIES else ""
+    yield f'next  megatrain generate {out_dir} "PROMPT" for a look; with --chat{image} if it learned chats'
     yield f"      {load}"
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import TextStreamer
 
+from megatrain_ray.engine.model.images import VISION_FAMILIES, token_types
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.generate.load_model import LoadedModel
 from megatrain_ray.io.chat.chat_template import Message
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.mark_turns import render_prompt
+from megatrain_ray.io.images.image_processor import PROCESSOR_FILES
+from megatrain_ray.io.images.replaced_images import ReplacedText, check_places
 from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.tokens.image_files import StoredImage
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.model.positions import positions_of
 
 
@@ -43,6 +49,13 @@ class Sampling:
         return {**({"do_sample": True, **chosen} if chosen else {}), **penalty}
 
 
+class Prompt(NamedTuple):
+    """Holds the ids of a prompt, and the bytes of its images in order."""
+
+    ids: list[int]
+    images: tuple[bytes, ...] = ()
+
+
 class Answer(NamedTuple):
     """Holds a generated text. `ended`: at an end mark, not because it reached the largest number of tokens."""
 
@@ -50,17 +63,45 @@ class Answer(NamedTuple):
     ended: bool
 
 
-def encode_text(model: LoadedModel, text: str) -> list[int]:
+def encode_text(model: LoadedModel, text: str) -> Prompt:
     """Return the ids of a text that the model goes on from, with the tokens that its tokenizer puts before it."""
-    return _checked(model, model.tokenizer(text)["input_ids"])
+    return Prompt(_checked(model, model.tokenizer(text)["input_ids"]))
 
 
-def encode_chat(model: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-    """Return the ids of a chat that the model answers. Raises ConfigError if the template refuses it."""
+def encode_chat(
+    model: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = (), images: Sequence[StoredImage] = ()
+) -> Prompt:
+    """Return a chat that the model answers. Raises ConfigError if the template refuses it, or the processor an image.
+
+    images: of the messages, which have IMAGE in their place.
+    """
+    conversation = Conversation(tuple(map(dict, messages)), tuple(map(dict, tools)))
     try:
-        text = render_prompt(model.template, Conversation(tuple(map(dict, messages)), tuple(map(dict, tools))))
+        if images:
+            return _with_images(model, conversation, images)
+        text = render_prompt(model.template, conversation)
     except RecordError as error:
         raise ConfigError(str(error)) from None
+    return Prompt(_ids_of(model, text))
+
+
+def _with_images(model: LoadedModel, conversation: Conversation, images: Sequence[StoredImage]) -> Prompt:
+    """Return a chat with images, whose ids are those of its training. Raises ConfigError, RecordError."""
+    if model.processor is None:
+        raise ConfigError(
+            f"this {model.model.config.model_type} model is asked with texts only; images are for models of type "
+            f"{', '.join(VISION_FAMILIES)}, with {' or '.join(PROCESSOR_FILES)} in their folder"
+        )
+    text = render_prompt(replace(model.template, in_parts=True), conversation)
+    check_places(text, len(images), model.processor)
+    replaced = ReplacedText.of(text, images, model.processor, load_tokenizer(str(model.processor.folder)))
+    ids = _ids_of(model, replaced.text)
+    replaced.column(np.array(ids))  # checks them
+    return Prompt(ids, tuple(image.content for image in images))
+
+
+def _ids_of(model: LoadedModel, text: str) -> list[int]:
+    """Return the ids of a rendered chat. Raises ConfigError as encode_text."""
     return _checked(model, model.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -74,15 +115,15 @@ def _checked(model: LoadedModel, ids: list[int]) -> list[int]:
 
 
 def generate(
-    model: LoadedModel, prompts: Sequence[list[int]], sampling: Sampling, streamer: TextStreamer | None = None
+    model: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling, streamer: TextStreamer | None = None
 ) -> list[Answer]:
-    """Return the answers to prompts of ids, which are computed together.
+    """Return the answers to prompts, which are computed together.
 
     streamer: is given the tokens as they come, of a single prompt.
     """
-    longest, pad = max(map(len, prompts)), model.marks.pad or 0
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    longest, pad = max(len(prompt.ids) for prompt in prompts), model.marks.pad or 0
+    ids = torch.tensor([[pad] * (longest - len(prompt.ids)) + prompt.ids for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
     positions = positions_of(model.model.config)
     room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - longest)
     stops: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(model)) else {}
@@ -90,9 +131,20 @@ def generate(
         stops |= {"stop_strings": [model.marks.text], "tokenizer": model.tokenizer}
     made = model.model.generate(
         ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=room, pad_token_id=pad,
-        streamer=streamer, **stops, **sampling.arguments,
+        streamer=streamer, **_pictured(model, ids, prompts), **stops, **sampling.arguments,
     )  # fmt: skip
     return [_answer(model, row) for row in made[:, longest:].tolist()]
+
+
+def _pictured(model: LoadedModel, ids: torch.Tensor, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    """Return what the model takes of the images of prompts, as its processor makes it of all of them together."""
+    contents = [content for prompt in prompts for content in prompt.images]
+    if model.processor is None or not contents:
+        return {}
+    inputs, _ = model.processor.inputs_of(*contents)
+    inputs |= token_types(model.model.base_model, ids)
+    kinds = {name: model.model.dtype if value.is_floating_point() else None for name, value in inputs.items()}
+    return {name: value.to(model.device, kinds[name]) for name, value in inputs.items()}
 
 
 def _ends(model: LoadedModel) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from transformers.utils import logging as transformers_logging
 from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
+from megatrain_ray.engine.model.images import VISION_FAMILIES
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, exported, load_exported
-from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
+from megatrain_ray.io.chat.chat_template import PLAIN, ChatTemplate, load_chat_template, read_named_template
 from megatrain_ray.io.chat.template_ending import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, fetch_weights
+from megatrain_ray.io.images.image_processor import ImageProcessor, holds_processor
 from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
 from megatrain_ray.model.architecture import is_reward_model
@@ -37,12 +39,14 @@ class LoadedModel:
 
     model: a PreTrainedModel. What has no room on the GPU is in host memory, and what has none there on disk.
     device: where prompts must be: cuda or cpu.
+    processor: of images; None: it takes none, or its type is not compared with plain Transformers.
     marks: the ends of an answer with a chat template, else of a text.
     """
 
     model: Any
     device: str
     tokenizer: PreTrainedTokenizerBase
+    processor: ImageProcessor | None
     template: ChatTemplate
     marks: EndMarks
 
@@ -76,7 +80,8 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
     with ExitStack() as stack:
         with spinner("exporting a save"):
             folder = stack.enter_context(exported(files.path, step=step))
-        yield _load(folder, name, data.chat_template_args, chat=chat)
+        model = _load(folder, name, data.chat_template_args, chat=chat)
+        yield replace(model, template=replace(model.template, in_parts=True)) if data.images else model
 
 
 def _model_folder(name: str) -> Path:
@@ -99,7 +104,7 @@ def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, cha
     if not holds_tokenizer(folder):
         raise ConfigError(f"{name} has no tokenizer.json, so texts cannot be turned into its token ids")
     template = load_chat_template(str(folder), None, template_arguments)
-    if chat and not template.is_own:
+    if chat and template.source == read_named_template(PLAIN):
         raise ConfigError(f"{name} has no chat template: leave --chat out, or name a model that was trained on chats")
     with spinner("loading the model"):
         try:
@@ -111,7 +116,9 @@ def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, cha
             model = load_exported(folder, device_map="auto")
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"Transformers cannot load {name}: {type(error).__name__}: {error}") from error
-    return LoadedModel(model, _device_of(model), tokenizer, template, find_end_marks(folder, chats=chat))
+    takes_images = model.config.model_type in VISION_FAMILIES and holds_processor(folder)
+    processor = ImageProcessor(folder) if takes_images else None
+    return LoadedModel(model, _device_of(model), tokenizer, processor, template, find_end_marks(folder, chats=chat))
 
 
 def _scores_only(name: str) -> ConfigError:

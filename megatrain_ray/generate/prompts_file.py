@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.generate.answer import Answer, Sampling, encode_chat, encode_text, generate
+from megatrain_ray.generate.answer import Answer, Prompt, Sampling, encode_chat, encode_text, generate
 from megatrain_ray.generate.load_model import LoadedModel
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, read_conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, read_conversation
+from megatrain_ray.io.images.image_parts import RecordImages
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, as_written, missing_key, read_records
 
 
@@ -19,19 +20,20 @@ def answer_file(
     """Yield the records of a file, each with `answer` and `ended` (whether it ended by itself), in their order.
 
     chat: records are chats in any format that training reads; the answer is to the turns before the last answer. A
-        record may also have a `prompt`, a user's turn or messages. Otherwise records have a `prompt`, which goes on.
+        record may also have a `prompt`, a user's turn or messages. Images are those that training reads. Otherwise
+        records have a `prompt`, which goes on.
 
     Prompts of about one length are computed together. Raises ConfigError, naming the record, for a bad one.
     """
     records, prompts = [], []
     for location, record in read_records(file):
         try:
-            prompts.append(_encode(model, as_written(location, record), chat=chat))
+            prompts.append(_encode(model, as_written(location, record), file.parent, chat=chat))
         except (RecordError, ConfigError) as error:
             raise ConfigError(f"{location}: {error}") from None
         records.append(record)
     answers: dict[int, Answer] = {}
-    by_length = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
+    by_length = sorted(range(len(prompts)), key=lambda k: len(prompts[k].ids))
     for start in range(0, len(prompts), batch_size):
         chosen = by_length[start : start + batch_size]
         answers |= zip(chosen, generate(model, [prompts[k] for k in chosen], sampling), strict=True)
@@ -39,16 +41,21 @@ def answer_file(
         yield {**record, "answer": answers[k].text, "ended": answers[k].ended}
 
 
-def _encode(model: LoadedModel, record: object, *, chat: bool) -> list[int]:
+def _encode(model: LoadedModel, record: object, folder: Path, *, chat: bool) -> Prompt:
+    """Return the prompt of a record. `folder`: where relative paths of images start."""
     fields = as_mapping(record)
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        return encode_chat(model, [{"role": "user", "content": prompt}]) if chat else encode_text(model, prompt)
     if not chat:
+        if isinstance(prompt := fields.get("prompt"), str):
+            return encode_text(model, prompt)
         raise missing_key(fields, "prompt", " (chats need --chat)")
-    turns = {"messages": prompt, "tools": fields.get("tools")} if isinstance(prompt, list) else record
-    conversation = read_conversation(turns, LAYOUTS["auto"])
-    messages = list(conversation.messages)
+    pictured = RecordImages(fields, folder)
+    turns = pictured.fields
+    if isinstance(prompt := turns.get("prompt"), str):
+        conversation = Conversation(({"role": "user", "content": prompt},))
+    else:
+        turns = {"messages": prompt, "tools": turns.get("tools")} if isinstance(prompt, list) else turns
+        conversation = read_conversation(turns, LAYOUTS["auto"])
+    messages, images = pictured.take(conversation.messages, conversation.tools)
     while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return encode_chat(model, messages, conversation.tools)
+        messages = messages[:-1]
+    return encode_chat(model, messages, conversation.tools, images)

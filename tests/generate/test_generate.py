@@ -135,21 +135,21 @@ def test_what_has_no_room_is_moved_there_for_each_token(model: str, monkeypatch:
 def test_a_chat_in_a_terminal_keeps_its_history(
     model: str, monkeypatch: pytest.MonkeyPatch, end: tuple[str, ...]
 ) -> None:
-    prompts: list[list[int]] = []
+    prompts: list[answer.Prompt] = []
     generate = answer.generate
     monkeypatch.setattr(answer, "generate", lambda *arguments: prompts.extend(arguments[1]) or generate(*arguments))
     typed(monkeypatch, "a?", "  ", "b?", *end)
     done = cli_here("generate", model, "--chat")
     assert done.returncode == 0
     assert done.stdout.split() == [*ANSWER.split(), *ANSWER.split()]
-    assert bytes(prompts[1]).decode() == f"u>a?\na>{ANSWER}#~\nu>b?\na="
+    assert bytes(prompts[1].ids).decode() == f"u>a?\na>{ANSWER}#~\nu>b?\na="
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, asked = answer.generate, []
 
     def interrupted_once(*arguments: Any) -> Any:
-        asked.append(bytes(arguments[1][0]).decode())
+        asked.append(bytes(arguments[1][0].ids).decode())
         if len(asked) == 1:
             raise KeyboardInterrupt
         return generate(*arguments)
@@ -168,6 +168,9 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(model: str, monkeypatch: pytest.
         (["{model}"], "no prompt: give a text, - to read it from standard input, or --prompts FILE"),
         (["{model}", "--chat"], "no prompt: give a text"),
         (["{model}", "p", "--system", "s"], "--system is a chat's first turn: give --chat with it"),
+        (["{model}", "p", "--image", "x"], "--image belongs to a chat's first question: give --chat with it"),
+        (["{model}", "p", "--chat", "--image", "{here}/x"], "--image: cannot read {here}/x: No such file"),
+        (["{model}", "p", "--chat", "--image", "{model}/config.json"], "this llama model is asked with texts only"),
         (["{model}", "p", "--prompts", "x"], "a prompt and --prompts are both given"),
         (["{model}", ""], "the prompt is empty"),
         (["{model}", "p" * 64], "the prompt has 64 tokens, and the model 64 positions: shorten it"),
@@ -197,6 +200,6 @@ def test_bad_input(model: str, tmp_path: Path, arguments: list[str], message: st
     named = {name: str(tmp_path / name) for name in ("bare", "plain", "adapter", "broken", "run")}
     done = cli_here("generate", *(text.format(model=model, here=tmp_path, **named) for text in arguments))
     assert (done.returncode, done.stdout) == (2, "")
-    assert message.replace("{model}", model) in done.stderr
+    assert message.replace("{model}", model).replace("{here}", str(tmp_path)) in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list((tmp_path / "run").glob(".export-*"))

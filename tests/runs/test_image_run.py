@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain_ray.escapes import escaped
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from tests.support.in_process import Train
 from tests.support.pictured_models import build_pictured
-from tests.support.pictures import chats, encoded, picture, preferences
+from tests.support.pictures import chats, encoded, picture, plain_answers, preferences
 from tests.support.reference import load_model
 from tests.support.runs import cli_here, config, losses, write_config
 
@@ -61,12 +62,17 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     exported = cli_here("export", str(run_dir), str(tmp_path / "out"))
     assert exported.returncode == 0
     assert f'AutoModelForImageTextToText.from_pretrained("{tmp_path}/out") in Transf' in exported.stdout
-    assert "AutoProcessor as well" in exported.stdout and '"PROMPT" for a look, without images;' in exported.stdout
+    assert "AutoProcessor as well" in exported.stdout and "with --chat (and --image FILE) if" in exported.stdout
     ours, theirs = (dict(load_model(place, torch.float32).named_parameters()) for place in (folder, tmp_path / "out"))
     same = {name for name, parameter in ours.items() if torch.equal(parameter, theirs[name])}
     assert {name for name in ours if name.startswith("model.visual.") and "merger" not in name} == same
     processor = ImageProcessor(tmp_path / "out")
     assert processor.text_of(encoded(picture(56, 56, 0))) == "<|image_pad|>" * 4
+
+    asked = ("Question 0?", "--chat", "--image", f"{tmp_path}/0.png", "--temperature", "0", "--max-new-tokens", "12")
+    answers = [cli_here("generate", str(place), *asked).stdout for place in (run_dir, tmp_path / "out")]
+    [plain] = plain_answers(tmp_path / "out", chats(tmp_path)[:1], tmp_path, 12)
+    assert answers == [escaped(plain, keep="\n") + "\n"] * 2
 
 
 def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:

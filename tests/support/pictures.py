@@ -158,6 +158,20 @@ class PlainChats:
         return next(chat for own, chat in self.encoded.items() if own[:-1] == tuple(ids[: len(own) - 1].tolist()))
 
 
+def plain_answers(folder: Path, records: list[dict[str, Any]], images: Path, num_tokens: int) -> list[str]:
+    """Return the likeliest answers of a model in `folder` to the first turns of records, by Transformers alone."""
+    model, processor, found = load_model(folder, torch.float32), load_processor(folder), []
+    for record in records:
+        asked = [{"role": "user", "content": _loaded(record["messages"][0]["content"], images)}]
+        text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        files = [part["image"] for part in asked[0]["content"] if part["type"] == "image"]
+        given = processor(text=[text], **({"images": files} if files else {}), return_tensors="pt")
+        made = model.generate(**given, max_new_tokens=num_tokens, do_sample=False)[0, given["input_ids"].shape[1] :]
+        ids = [token for token in made.tolist() if token != model.generation_config.eos_token_id]
+        found.append(processor.tokenizer.decode(ids, skip_special_tokens=True))
+    return found
+
+
 def _positions(batch: Batch) -> Tensor:
     if batch.positions is None:  # a row is one document
         return torch.arange(batch.input_ids.shape[1]).expand(*batch.input_ids.shape)
