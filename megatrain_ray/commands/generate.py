@@ -18,7 +18,7 @@ from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.run.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from megatrain_ray.generate.answer import Prompt, Sampling
+    from megatrain_ray.generate.answer import EncodedPrompt, Sampling
     from megatrain_ray.generate.load_model import LoadedModel
     from megatrain_ray.io.chat.chat_template import Message
     from megatrain_ray.io.tokens.image_files import StoredImage
@@ -122,7 +122,7 @@ def _chat(
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _stream(model: LoadedModel, prompt: Prompt, sampling: Sampling) -> str:
+def _stream(model: LoadedModel, prompt: EncodedPrompt, sampling: Sampling) -> str:
     """Print an answer as it comes, and return it."""
     from megatrain_ray.generate.answer import generate, text_streamer
 

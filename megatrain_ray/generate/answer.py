@@ -49,7 +49,7 @@ class Sampling:
         return {**({"do_sample": True, **chosen} if chosen else {}), **penalty}
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """Holds the ids of a prompt, and the bytes of its images in order."""
 
     ids: list[int]
@@ -63,14 +63,14 @@ class Answer(NamedTuple):
     ended: bool
 
 
-def encode_text(model: LoadedModel, text: str) -> Prompt:
+def encode_text(model: LoadedModel, text: str) -> EncodedPrompt:
     """Return the ids of a text that the model goes on from, with the tokens that its tokenizer puts before it."""
-    return Prompt(_checked(model, model.tokenizer(text)["input_ids"]))
+    return EncodedPrompt(_checked(model, model.tokenizer(text)["input_ids"]))
 
 
 def encode_chat(
     model: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = (), images: Sequence[StoredImage] = ()
-) -> Prompt:
+) -> EncodedPrompt:
     """Return a chat that the model answers. Raises ConfigError if the template refuses it, or the processor an image.
 
     images: of the messages, which have IMAGE in their place.
@@ -82,10 +82,10 @@ def encode_chat(
         text = render_prompt(model.template, conversation)
     except RecordError as error:
         raise ConfigError(str(error)) from None
-    return Prompt(_ids_of(model, text))
+    return EncodedPrompt(_ids_of(model, text))
 
 
-def _with_images(model: LoadedModel, conversation: Conversation, images: Sequence[StoredImage]) -> Prompt:
+def _with_images(model: LoadedModel, conversation: Conversation, images: Sequence[StoredImage]) -> EncodedPrompt:
     """Return a chat with images, whose ids are those of its training. Raises ConfigError, RecordError."""
     if model.processor is None:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _with_images(model: LoadedModel, conversation: Conversation, images: Sequenc
     replaced = ReplacedText.of(text, images, model.processor, load_tokenizer(str(model.processor.folder)))
     ids = _ids_of(model, replaced.text)
     replaced.column(np.array(ids))  # checks them
-    return Prompt(ids, tuple(image.content for image in images))
+    return EncodedPrompt(ids, tuple(image.content for image in images))
 
 
 def _ids_of(model: LoadedModel, text: str) -> list[int]:
@@ -115,7 +115,7 @@ def _checked(model: LoadedModel, ids: list[int]) -> list[int]:
 
 
 def generate(
-    model: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling, streamer: TextStreamer | None = None
+    model: LoadedModel, prompts: Sequence[EncodedPrompt], sampling: Sampling, streamer: TextStreamer | None = None
 ) -> list[Answer]:
     """Return the answers to prompts, which are computed together.
 
@@ -136,7 +136,7 @@ def generate(
     return [_answer(model, row) for row in made[:, longest:].tolist()]
 
 
-def _pictured(model: LoadedModel, ids: torch.Tensor, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+def _pictured(model: LoadedModel, ids: torch.Tensor, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
     """Return what the model takes of the images of prompts, as its processor makes it of all of them together."""
     contents = [content for prompt in prompts for content in prompt.images]
     if model.processor is None or not contents:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.generate.answer import Answer, Prompt, Sampling, encode_chat, encode_text, generate
+from megatrain_ray.generate.answer import Answer, EncodedPrompt, Sampling, encode_chat, encode_text, generate
 from megatrain_ray.generate.load_model import LoadedModel
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, read_conversation
 from megatrain_ray.io.images.image_parts import RecordImages
@@ -41,7 +41,7 @@ def answer_file(
         yield {**record, "answer": answers[k].text, "ended": answers[k].ended}
 
 
-def _encode(model: LoadedModel, record: object, folder: Path, *, chat: bool) -> Prompt:
+def _encode(model: LoadedModel, record: object, folder: Path, *, chat: bool) -> EncodedPrompt:
     """Return the prompt of a record. `folder`: where relative paths of images start."""
     fields = as_mapping(record)
     if not chat:

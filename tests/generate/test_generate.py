@@ -135,7 +135,7 @@ def test_what_has_no_room_is_moved_there_for_each_token(model: str, monkeypatch:
 def test_a_chat_in_a_terminal_keeps_its_history(
     model: str, monkeypatch: pytest.MonkeyPatch, end: tuple[str, ...]
 ) -> None:
-    prompts: list[answer.Prompt] = []
+    prompts: list[answer.EncodedPrompt] = []
     generate = answer.generate
     monkeypatch.setattr(answer, "generate", lambda *arguments: prompts.extend(arguments[1]) or generate(*arguments))
     typed(monkeypatch, "a?", "  ", "b?", *end)
