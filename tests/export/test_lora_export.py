@@ -60,6 +60,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.spread(4)  # each family once
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("family", CASES)
 def test_both_exports_compute_what_peft_does(

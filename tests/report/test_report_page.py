@@ -14,7 +14,10 @@ from tests.support.report_runs import make_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium"),
+    pytest.mark.spread(3),  # each report once, and each screen
+]
 
 PHONE, DESK = 400, 1280  # CSS pixels
 # Boxes of all pieces of text, those of a closed <details> left out.

@@ -56,6 +56,7 @@ def on_host(plan: Plan) -> list[int]:
     return [i for i in range(len(plan.layers)) if i not in plan.hbm_layers]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("hbm_layers", [frozenset(), SOME], ids=["none in HBM", "some in HBM"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODES)

@@ -21,7 +21,7 @@ from megatrain_ray.io.words.atomic_words import Words
 from tests.support.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
 from tests.support.update_loop import BEGUN, FINISHED, WORD_BYTES
 
-NUM_TORN, MAX_KILLS = 15, 200  # on a busy machine many kills hit a child that waits for a core between updates
+NUM_TORN, MAX_KILLS = 8, 200  # on a busy machine many kills hit a child that waits for a core between updates
 WAIT_S = 60.0
 
 

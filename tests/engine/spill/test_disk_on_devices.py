@@ -31,7 +31,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return MAKERS[request.param]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize(
     ("precision", "mode"),
