@@ -17,7 +17,7 @@ class ActivationBytes:
     boundary: tuple[int, ...]  # tensors that enter the layer and require a gradient
     kept: tuple[int, ...]  # what a kept graph saves beyond the layer's inputs and weights
     masks: int = 0  # attention masks, which all layers share
-    images: int = 0  # features of images, or their pixels and features, if all tokens are those of images
+    images: int = 0  # features of images, and what a tower that runs makes them of, if all tokens are those of images
     # What each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
     compiled: tuple[CompileTrial | None, ...] = ()
     private: tuple[bool, ...] = ()  # whether only the layer reads its inputs, from its forward to its backward

@@ -65,12 +65,14 @@ def try_compiling(
 ) -> tuple[CompileTrial | None, ...]:
     """Trace each kind of block for the call that the trial forward made.
 
-    The result is None for other layers, and for those of a vision tower: images have many sizes.
+    The result is None for other layers, for those of a vision tower, since images have many sizes, and for those of
+    several modules.
 
     model: a model of fake tensors; call this under their mode.
     chunked: whether MLPs are computed in chunks.
     """
-    mlps = {structure.layers[i].modules[0]: structure.layers[i].mlp for block in structure.blocks for i in block}
+    blocks = (structure.layers[i] for block in structure.blocks for i in block)
+    mlps = {layer.modules[0]: layer.mlp for layer in blocks if len(layer.modules) == 1}
     modules = {path: model.get_submodule(path) for path in mlps}
     recorder = Recorder(model, structure.base, modules.items())
     kinds: dict[str, object] = {}

@@ -18,17 +18,12 @@ from megatrain_ray.engine.discovery.fake_answers import Answers
 from megatrain_ray.engine.discovery.find_structure import StructureFinder
 from megatrain_ray.engine.discovery.measure_activations import activation_bytes_of
 from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
-from megatrain_ray.engine.discovery.trial_forward import Trial, run_trial
+from megatrain_ray.engine.discovery.trial_forward import Trial, run_trial, unique_bytes
+from megatrain_ray.engine.layer_calls.imagined_images import feature_bytes, images_at_every_token, num_trial_tokens
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
 from megatrain_ray.engine.model.flops import have_backward
-from megatrain_ray.engine.model.images import (
-    GivenImages,
-    answer_features,
-    image_bytes,
-    images_at_every_token,
-    num_trial_tokens,
-)
+from megatrain_ray.engine.model.images import GivenImages, answer_features
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.errors import ConfigError
@@ -109,8 +104,8 @@ def discover(
         tried = _traced(factory, rules, setup._replace(all_trained=False), trials)
         activations = _with_frozen(activations, structure, _activation_bytes(tried, structure, setup))
     if images:
-        num_bytes = image_bytes(model, dtype, micro_batch_size * seq_len, trained=tower)
-        activations = replace(activations, images=num_bytes)
+        num_bytes = feature_bytes(model.config, dtype, micro_batch_size * seq_len)
+        activations = replace(activations, images=activations.images + num_bytes)
     if structure.is_divided or not chunked:
         activations = replace(activations, chunked=None)
     if compiled and not structure.is_divided:
@@ -163,11 +158,20 @@ def _imagined_images(
 
 
 def _activation_bytes(tried: TracedModel, structure: ModelStructure, setup: TrialSetup) -> ActivationBytes:
-    """Return the bytes of a trial's activations; those in a vision tower as if it had got an image for every token."""
+    """Return the bytes of a trial's activations; those in a vision tower as if it had got an image for every token.
+
+    What else enters the tower's layers counts as images: pixels, rotary angles, and masks, which Mistral 3 has for all
+    pairs of patches.
+    """
     with tried.mode, Answers():
         found = activation_bytes_of(tried.model, tried.trial, structure, setup.attention, setup.batch)
     vision_layers = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
-    return found.scaled(vision_layers, math.prod(setup.batch) / tried.num_image_tokens) if vision_layers else found
+    if not vision_layers:
+        return found
+    factor = math.prod(setup.batch) / tried.num_image_tokens
+    inputs = (t for i in vision_layers for path in structure.layers[i].modules for t in tried.trial.first[path].inputs)
+    beside = unique_bytes(t for t in inputs if not t.requires_grad)
+    return replace(found.scaled(vision_layers, factor), images=math.ceil(factor * beside))
 
 
 def _with_frozen(activations: ActivationBytes, structure: ModelStructure, less: ActivationBytes) -> ActivationBytes:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
-from megatrain_ray.engine.discovery.module_lists import called_lists, calls_around, vision_layers
+from megatrain_ray.engine.discovery.module_lists import VisionLayer, called_lists, calls_around, vision_layers
 from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of, tensors_in
 from megatrain_ray.engine.layout.flat_layout import FROZEN, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.fp8_products import fp8_weights
@@ -55,11 +55,15 @@ class StructureFinder:
         base = self._find_base(list_path)
         blocks = self._blocks(list_path)
         before, head = self._outer(list_path, blocks)
+        tower = vision_layers(self._model, self._trial, self._of_images) if self._of_images else []
+        # Gemma 4 projects embeddings of texts and images alike, for each of its blocks. That is part of the first one.
+        late = [path for path in before if tower and self._trial.first[path].start > tower[-1].call.stop]
+        before = [path for path in before if path not in late]
         in_loss = frozenset(path for path in head if self._trial.first[path].start > base.stop)
         layers = (
             self._spec("embedding", LayerKind.EMBEDDING, before),
-            *self._vision_specs(before, blocks),
-            *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base)),
+            *self._vision_specs(tower, before, blocks),
+            *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base, [] if i else late)),
             self._spec("head", LayerKind.HEAD, head),
         )
         self.readers = dict(self._outside_reads(layers))
@@ -138,10 +142,12 @@ class StructureFinder:
         before = [call.path for call in calls if call.start < blocks[0].start]
         return before, [call.path for call in calls[len(before) :]]
 
-    def _vision_specs(self, before: Sequence[str], blocks: Sequence[Call]) -> Iterator[LayerSpec]:
+    def _vision_specs(
+        self, tower: Sequence[VisionLayer], before: Sequence[str], blocks: Sequence[Call]
+    ) -> Iterator[LayerSpec]:
         """Yield the layers of the tower and the projector, which run between the embedding and the first block."""
         first = max((self._trial.first[path].stop for path in before), default=0)
-        for name, call in vision_layers(self._model, self._trial, self._of_images) if self._of_images else ():
+        for name, call in tower:
             if not first < call.start < call.stop < blocks[0].start:
                 raise ConfigError(
                     f"{self._name} calls {call.path} before its embedding or after its first layer: its tower cannot "
@@ -151,12 +157,14 @@ class StructureFinder:
             rows = output.numel() / output.shape[-1] / self._num_image_tokens
             yield replace(self._spec(name, LayerKind.BLOCK, [call.path]), rows_per_token=rows)
 
-    def _block_specs(self, index: int, block: Call, base: Call) -> list[LayerSpec]:
+    def _block_specs(self, index: int, block: Call, base: Call, before: Sequence[str]) -> list[LayerSpec]:
+        """Return the layers of a block. `before`: modules called just before it that belong to its layer."""
         name = f"layers.{index}"
         modules = parts_of(self._model, self._trial, block, self._block_parts) if self._block_parts > 1 else []
         if len(modules) < 2:
-            spec = self._spec(name, LayerKind.BLOCK, [block.path])
-            return [replace(spec, mlp=_find_mlp(self._model, self._trial, base.path, block.path))]
+            spec = self._spec(name, LayerKind.BLOCK, [*before, block.path])
+            mlp = None if before else _find_mlp(self._model, self._trial, base.path, block.path)
+            return [replace(spec, mlp=mlp)]
         parts = [
             self._spec(f"{name}.{name_of(self._model, paths, block.path)}", LayerKind.BLOCK, paths) for paths in modules
         ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy, suspend
+from megatrain_ray.engine.layer_calls.imagined_images import images_at_every_token
 from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.attention import (
     PACKED,
@@ -29,7 +30,6 @@ from megatrain_ray.engine.model.images import (
     GivenImages,
     answer_features,
     arguments_of,
-    images_at_every_token,
     uploaded,
 )
 from megatrain_ray.engine.model.micro_batch import MicroBatch

@@ -9,8 +9,7 @@ layers of the schedule. So everything after that stays the model's: where featur
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -18,11 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from megatrain_ray.errors import MegatrainError
 
 TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")  # arguments that say which tokens are those of images
 OF_IMAGES = ("image_hidden_states", "image_outputs")  # what a base model returns of images: no output of a layer
+# Arguments that describe the shape of each image. A model takes one of them at most, and its processor makes it.
+GRIDS, SIZES, PATCH_POSITIONS = GEOMETRIES = "image_grid_thw", "image_sizes", "image_position_ids"
 
 
 # Each model_type is compared with plain Transformers (tests/data/test_images.py).
@@ -30,13 +32,9 @@ VISION_FAMILIES = (
     "gemma3", "gemma4", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
-# Of these a run may train the tower. Those of others take more of an image than pixels of one shape and a grid, or were
-# not compared yet.
-TRAINED_TOWERS = (
-    "gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
-)  # fmt: skip
+# Of these a run may train the tower. LLaVA-NeXT reads a parameter of no module, which would belong to no layer.
+TRAINED_TOWERS = tuple(kind for kind in VISION_FAMILIES if kind != "llava_next")
 LANGUAGE_MODEL = "language_model"  # of a base model; its other parts turn images into features
-MOST_TRIAL_TOKENS = 1024
 # Matches the parameters of a tower, without those of its projector, which some towers contain.
 TOWER = r"\.(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.)"
 
@@ -52,12 +50,14 @@ class ImageFeatures(NamedTuple):
     """Holds what the tower computed of one image, or what it is to compute from, in host memory.
 
     features: [S, n, D] for n tokens: the image's embeddings, then what enters at S - 1 further layers. If steps run the
-        tower: the pixels that the model's own processor made, [1, n, ...] for n patches, or for one image.
-    grid: int64 [3], patches along time, height and width, if positions have three axes; else None.
+        tower: the pixels that the model's own processor made, [1, n, ...] for n patches or n images of one size, or
+        [1, n] for an image of n numbers whose size is its own.
+    geometry: int64, the image's part of the argument among GEOMETRIES that the model takes; None: it takes none. Of
+        those only grids count if the tower does not run in steps.
     """
 
     features: torch.Tensor
-    grid: torch.Tensor | None = None
+    geometry: torch.Tensor | None = None
 
 
 class GivenImages(NamedTuple):
@@ -80,17 +80,18 @@ def num_entries(config: Any) -> int:
     return 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
-def image_bytes(model: Any, dtype: torch.dtype, num_tokens: int, *, trained: bool) -> int:
-    """Return the bytes of images of so many tokens on the device: features, and pixels if the tower is trained."""
-    features = num_tokens * num_entries(model.config) * model.config.get_text_config().hidden_size * dtype.itemsize
-    base = getattr(model, model.base_model_prefix)
-    like = {"dtype": dtype, "device": torch.device("meta")}
-    return int(features + (_pixels(base, num_tokens, like)["pixel_values"].nbytes if trained else 0))
-
-
 def has_three_axes(base: nn.Module) -> bool:
     """Return whether the positions of a model's tokens have three axes."""
     return hasattr(base, "get_rope_index")
+
+
+def geometry_name(base: nn.Module) -> str | None:
+    """Return the argument among GEOMETRIES that a base model takes, or None."""
+    return next((name for name in GEOMETRIES if name in _arguments(base)), None)
+
+
+def _arguments(base: nn.Module) -> Set[str]:
+    return inspect.signature(type(base).forward).parameters.keys()
 
 
 def vision_paths(model: nn.Module) -> tuple[str, ...]:
@@ -150,10 +151,12 @@ def arguments_of(
     positions: [B, T], beginning at 0 in every document; None: each row is one document.
     images: of all rows, in order.
     """
-    given = _types(base, input_ids)
+    given = type_arguments(base, input_ids)
+    geometries = [image.geometry for image in images if image.geometry is not None]
+    if (name := geometry_name(base)) and geometries:
+        given[name] = torch.stack(geometries)
     if has_three_axes(base):
-        grids = [image.grid for image in images if image.grid is not None]
-        given |= {"position_ids": _axes(base, input_ids, positions, grids), "image_grid_thw": torch.stack(grids)}
+        given["position_ids"] = _axes(base, input_ids, positions, geometries)
     elif positions is not None:
         given["position_ids"] = positions
     return given
@@ -162,11 +165,11 @@ def arguments_of(
 def token_types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the arguments by which a base model knows the tokens of images; none if it asks for the ids only."""
     is_image = (input_ids == base.config.image_token_id).long()  # type: ignore[union-attr]
-    names = inspect.signature(type(base).forward).parameters.keys() & set(TYPE_NAMES)
-    return dict.fromkeys(sorted(names), is_image)
+    return dict.fromkeys(sorted(_arguments(base) & set(TYPE_NAMES)), is_image)
 
 
-def _types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def type_arguments(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments that tell tokens of images from others, and pixels that nothing reads."""
     # The model takes no features unless there are pixels, LLaVA-NeXT not of an empty tensor. Nothing reads these.
     return {"pixel_values": torch.empty(1), **token_types(base, input_ids)}
 
@@ -201,62 +204,16 @@ def uploaded(
     given: from `arguments_of`.
     trained: whether `images` hold pixels.
     """
-    values = upload(torch.cat([image.features for image in images], dim=1))
     arguments = {name: upload(value) for name, value in given.items()}
-    return GivenImages(None, arguments | {"pixel_values": values[0]}) if trained else GivenImages(values, arguments)
-
-
-def num_trial_tokens(base: nn.Module, num_tokens: int) -> int:
-    """Return the tokens of images in a trial of so many tokens whose tower runs.
-
-    Attention in windows takes an operation for each window: of Qwen2.5-VL's tower 30 s for an image of 4,096 tokens. So
-    the trial has a smaller one, unless its features are added to the tokens of the text one by one (deepstack).
-    """
-    return min(num_tokens, MOST_TRIAL_TOKENS) if num_entries(base.config) == 1 else num_tokens
-
-
-def images_at_every_token(
-    base: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, *, trained: bool,
-    num_tokens: int | None = None,
-) -> GivenImages:  # fmt: skip
-    """Return what a forward gets if every token is one of an image, whose numbers are zeros: the most that can be.
-
-    input_ids: [B, T], on any device.
-    trained: whether the model's own tower computes the features.
-    num_tokens: of images that the tower gets; None: as many as there are.
-    """
-    config: Any = base.config
-    like: dict[str, Any] = {"dtype": dtype, "device": input_ids.device}
-    features = None
-    given = {name: value.to(input_ids.device) for name, value in _types(base, input_ids).items()}
     if trained:
-        given |= _pixels(base, num_tokens or input_ids.numel(), like)
-    else:
-        features = torch.zeros(num_entries(config), input_ids.numel(), config.get_text_config().hidden_size, **like)
-    index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    text = index if positions is None else positions
-    if has_three_axes(base):
-        given["position_ids"] = text.repeat(4, 1, 1)
-    elif positions is not None:
-        given["position_ids"] = positions
-    return GivenImages(features, given)
+        return GivenImages(None, arguments | {"pixel_values": upload(_joined_pixels(images))})
+    return GivenImages(upload(torch.cat([image.features for image in images], dim=1)), arguments)
 
 
-def _pixels(base: nn.Module, num_tokens: int, like: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the arguments for one image of so many tokens, or for as many images of a fixed size as have them.
-
-    like: type and device.
-    """
-    config: Any = base.config
-    vision, size = config.vision_config, config.vision_config.patch_size
-    if has_three_axes(base):
-        height = next(h for h in range(math.isqrt(num_tokens), 0, -1) if num_tokens % h == 0)
-        merge, depth = vision.spatial_merge_size, 3 * vision.temporal_patch_size
-        sides = (1, merge * height, merge * num_tokens // height)
-        # Of ranges, whose values a trial forward knows (discovery/trial_forward.py).
-        grid = torch.cat([torch.arange(n, n + 1, device=like["device"]) for n in sides])[None]
-        pixels = torch.zeros(math.prod(sides), depth * size * size, **like)
-        return {"pixel_values": pixels, "image_grid_thw": grid}
-    per_image = getattr(config, "mm_tokens_per_image", (vision.image_size // size) ** 2)
-    shape = (-(-num_tokens // per_image), 3, vision.image_size, vision.image_size)
-    return {"pixel_values": torch.zeros(shape, **like)}
+def _joined_pixels(images: Sequence[ImageFeatures]) -> torch.Tensor:
+    """Return the pixels of images as one argument. Images of several sizes are padded, as their processor does."""
+    if images[0].features.dim() > 2:
+        return torch.cat([image.features[0] for image in images])
+    whole = [image.features.view(-1, *image.geometry.tolist()) for image in images if image.geometry is not None]
+    height, width = (max(one.shape[dim] for one in whole) for dim in (1, 2))
+    return torch.stack([pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in whole])

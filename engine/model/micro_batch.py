@@ -78,8 +78,8 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
 
 def _features(image: PlacedImage) -> ImageFeatures:
     features = torch.from_numpy(image.features)  # it is read from disk when it is uploaded
-    grid = None if image.grid is None else torch.asarray(image.grid, copy=True)
-    return ImageFeatures(features.view(torch.bfloat16) if features.dtype == torch.uint16 else features, grid)
+    geometry = None if image.geometry is None else torch.asarray(image.geometry, copy=True)
+    return ImageFeatures(features.view(torch.bfloat16) if features.dtype == torch.uint16 else features, geometry)
 
 
 def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:

@@ -24,7 +24,7 @@ from megatrain_ray.read_file import parse_json
 
 FEATURES_NAME = "features.bin"  # of each image [num_entries, num_rows, *row_shape], one after the other
 LENGTHS_NAME = "lengths.bin"  # tokens and rows of each image
-GRIDS_NAME = "grids.bin"  # patches of each image along time, height and width
+GEOMETRY_NAME = "geometry.bin"  # of each image [*geometry_shape], one after the other
 KINDS: dict[int, np.dtype[Any]] = {
     2: np.dtype("<u2"),
     4: np.dtype("<f4"),
@@ -37,11 +37,13 @@ class FeatureMeta:
     """Describes the files of a folder, as its meta.json records them.
 
     num_tokens: of all images.
-    num_rows: of all images. A row is of a token, of a patch, or of a whole image if all have one size.
+    num_rows: of all images. A row is of a token, of a patch, of a whole image or crop if all have one size, or one
+        number of an image whose size is its own.
     num_entries: number of places at which an image's features enter the model; 1 for pixels.
-    row_shape: the width of the model's hidden state, or the shape of the pixels.
+    row_shape: the width of the model's hidden state, or the shape of the pixels; empty if a row is one number.
     itemsize: bytes of a number.
-    has_grids: whether the model's positions have three axes.
+    geometry_shape: shape of the integers that the model takes of each image beside its features, such as its height
+        and width; empty: none.
     """
 
     num_images: int
@@ -50,7 +52,7 @@ class FeatureMeta:
     num_entries: int
     row_shape: Sequence[int]
     itemsize: int
-    has_grids: bool
+    geometry_shape: Sequence[int]
     crc32: int = 0
 
     def sizes(self) -> dict[str, int]:
@@ -59,19 +61,22 @@ class FeatureMeta:
             FEATURES_NAME: self.num_rows * self.num_entries * math.prod(self.row_shape) * self.itemsize,
             LENGTHS_NAME: 2 * self.num_images * COUNT_TYPE.itemsize,
         }
-        return sizes | ({GRIDS_NAME: 3 * self.num_images * COUNT_TYPE.itemsize} if self.has_grids else {})
+        if self.geometry_shape:
+            sizes[GEOMETRY_NAME] = self.num_images * math.prod(self.geometry_shape) * COUNT_TYPE.itemsize
+        return sizes
 
 
 def append_features(
-    folder: Path, features: Sequence[NDArray[Any]], num_tokens: Sequence[int], grids: Sequence[NDArray[Any]]
+    folder: Path, features: Sequence[NDArray[Any]], num_tokens: Sequence[int], geometries: Sequence[NDArray[Any]]
 ) -> None:
     """Write the next images. Raises OSError.
 
     features: of each image [num_entries, num_rows, *row_shape].
     num_tokens: of each image.
+    geometries: int64, of each image [*geometry_shape]; none if the model takes none.
     """
     lengths = np.array([(n, image.shape[1]) for n, image in zip(num_tokens, features, strict=True)], COUNT_TYPE)
-    for name, arrays in ((FEATURES_NAME, features), (LENGTHS_NAME, [lengths]), (GRIDS_NAME, grids)):
+    for name, arrays in ((FEATURES_NAME, features), (LENGTHS_NAME, [lengths]), (GEOMETRY_NAME, geometries)):
         with (folder / name).open("ab") as file:
             for array in arrays:
                 file.write(np.ascontiguousarray(array).data)
@@ -171,8 +176,8 @@ class _Source:
         return np.memmap(self.folder / FEATURES_NAME, KINDS[self.meta.itemsize], "c")
 
     @cached_property
-    def _grids(self) -> NDArray[np.int64]:
-        return np.fromfile(self.folder / GRIDS_NAME, COUNT_TYPE).reshape(-1, 3)
+    def _geometries(self) -> NDArray[np.int64]:
+        return np.fromfile(self.folder / GEOMETRY_NAME, COUNT_TYPE).reshape(-1, *self.meta.geometry_shape)
 
     def check(self) -> None:
         """Raise DiskError if the file is not what it was: to read it would kill the process."""
@@ -186,4 +191,4 @@ class _Source:
         start, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
         size = self.meta.num_entries * math.prod(self.meta.row_shape)
         features = self._values[start * size : end * size].reshape(self.meta.num_entries, -1, *self.meta.row_shape)
-        return PlacedImage(row, features, self._grids[number] if self.meta.has_grids else None)
+        return PlacedImage(row, features, self._geometries[number] if self.meta.geometry_shape else None)

@@ -39,7 +39,7 @@ class PlacedImage(NamedTuple):
 
     row: int
     features: NDArray[Any]  # [S, num_rows, *row_shape], float32, or uint16 with the bits of bfloat16
-    grid: NDArray[np.int64] | None  # [3]
+    geometry: NDArray[np.int64] | None  # what else the model takes of it (FeatureMeta.geometry_shape)
 
 
 class ImageWriter(ExitStack):

@@ -118,7 +118,7 @@ def _make(job: FeatureJob, folder: Path, provenance: dict[str, Any]) -> None:
         start_s = time.monotonic()
         with new_folder(folder, _FeatureNotes()) as partial, explained("write", partial):
             append_features(partial, [], [], [])
-            done = FeatureMeta(0, 0, 0, 1, (0,), job.dtype.itemsize, has_grids=False)
+            done = FeatureMeta(0, 0, 0, 1, (0,), job.dtype.itemsize, ())
             while done.num_images < job.num_images:
                 done = in_own_process("the vision tower", compute_features, job, partial, done)
             finish_features(partial, provenance, done)
@@ -145,8 +145,8 @@ def compute_features(job: FeatureJob, folder: Path, done: FeatureMeta) -> Featur
         images, counts = zip(*(_features(job, tower, c) for c in read_images(job.tokens, numbers)), strict=True)
         if not done.num_images:
             _check_room(job, folder, images[0].features.nbytes / counts[0])
-        grids = [image.grid.numpy() for image in images if image.grid is not None]
-        append_features(folder, [_bits(image.features) for image in images], counts, grids)
+        geometries = [image.geometry.numpy() for image in images if image.geometry is not None]
+        append_features(folder, [_bits(image.features) for image in images], counts, geometries)
         done = replace(
             done,
             num_images=numbers.stop,
@@ -154,7 +154,7 @@ def compute_features(job: FeatureJob, folder: Path, done: FeatureMeta) -> Featur
             num_rows=done.num_rows + sum(image.features.shape[1] for image in images),
             num_entries=len(images[0].features),
             row_shape=tuple(images[0].features.shape[2:]),
-            has_grids=tower.has_grids,
+            geometry_shape=geometries[0].shape if geometries else (),
         )
     return done
 

@@ -13,11 +13,12 @@ from torch import nn
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.images import (
+    GRIDS,
     LANGUAGE_MODEL,
     TRAINED_TOWERS,
     VISION_FAMILIES,
     ImageFeatures,
-    has_three_axes,
+    geometry_name,
     num_entries,
 )
 from megatrain_ray.engine.model.structure import ModelStructure, build_empty
@@ -74,19 +75,26 @@ class VisionTower:
                 if name != LANGUAGE_MODEL:
                     child.to(device)
         self._base.eval()
-        self._num_entries, self.has_grids = num_entries(model.config), has_three_axes(self._base)
+        self._num_entries, self._geometry = num_entries(model.config), geometry_name(self._base)
         self.image_token_id: int = model.config.image_token_id
 
     def features(self, inputs: dict[str, torch.Tensor]) -> ImageFeatures:
         """Return the features of an image, in host memory. `inputs`: of the model's own processor."""
-        grid = inputs["image_grid_thw"][0] if self.has_grids else None
+        geometry = inputs[self._geometry][0] if self._geometry in inputs else None
         if self._trained:
-            return ImageFeatures(inputs["pixel_values"][None].to(self._dtype), grid)
+            return ImageFeatures(_as_rows(inputs["pixel_values"], geometry)[None].to(self._dtype), geometry)
         given = {name: value.to(self._device) for name, value in inputs.items()}
         with torch.inference_mode():
             output = self._base.get_image_features(**given, return_dict=True)
         found = [output.pooler_output, *(output.deepstack_features if self._num_entries > 1 else ())]
-        return ImageFeatures(torch.stack([_flat(part) for part in found]).cpu(), grid)
+        geometry = geometry if self._geometry == GRIDS else None
+        return ImageFeatures(torch.stack([_flat(part) for part in found]).cpu(), geometry)
+
+
+def _as_rows(pixels: torch.Tensor, geometry: torch.Tensor | None) -> torch.Tensor:
+    """Return the pixels of an image as rows of one shape: of an image whose size is its own, [num_numbers]."""
+    has_own_size = pixels.dim() == 4 and geometry is not None
+    return pixels.flatten() if has_own_size else pixels
 
 
 def _flat(part: Any) -> torch.Tensor:

@@ -52,6 +52,14 @@ def test_a_trial_with_a_part_of_the_images_counts_all() -> None:
     assert large.images == 2 * small.images
 
 
+def test_pixels_and_masks_of_all_patches_count_as_images() -> None:
+    _, activations = found("Mistral 3, vision-language", 64)
+    patches = 4 * 64
+    angles, pixels, mask = 2 * patches * 32, patches * 3 * 14 * 14, patches * patches
+    size = 2 * 8  # of the image, as integers
+    assert activations.images == 4 * (64 * 32 + angles + pixels + mask) + size
+
+
 def test_sizes_that_follow_from_known_values_are_true() -> None:
     with FakeTensorMode(), Answers():
         lengths = torch.tensor([2, 2, 3])

@@ -13,7 +13,7 @@ def test_each_image_of_a_row_is_found_once(tmp_path: Path) -> None:
     """Texts stand between the tokens of an image, as between Gemma 3's crops; the same image follows at once."""
     features = [np.full((1, 4, 8), value, np.float32) for value in (1, 2)]
     append_features(tmp_path, features, [4, 4], [])
-    finish_features(tmp_path, {}, FeatureMeta(2, 8, 8, 1, [8], 4, has_grids=False))
+    finish_features(tmp_path, {}, FeatureMeta(2, 8, 8, 1, [8], 4, ()))
     rows = np.array(
         [[0, 2, 2, 0, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 0], [0] * 15, [0, 1, 1, 1, 1, 0, 0, 0, 0, 2, 2, 2, 2, 0, 0]]
     )
