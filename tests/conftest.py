@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -37,7 +38,8 @@ settings.load_profile("few")
 WHOLE_RUNS = Path(__file__).with_name("runs")
 IN_PROCESS, WITH_RAY = "in process", "with Ray"  # cases of each test that has the fixture `actors`
 
-END_S = 30.0  # limit for a thread to end that has been told to
+END_S = 30.0  # limit for threads and connections to end that have been told to
+END_POLL_S = 0.02
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -166,9 +168,12 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if running_threads() <= threads and open_files() <= files:
         return
-    gc.collect()  # what a reference cycle still holds is not left behind; a collection after each test would be slow
-    for thread in running_threads() - threads:
-        thread.join(END_S)  # those of a pool that nobody holds any more are about to end
+    # What a reference cycle still holds is not left behind, nor are threads of a pool that nobody holds any more, which
+    # are about to end and may hold sockets. A collection after each test would be slow.
+    deadline_s = time.monotonic() + END_S
+    while not (running_threads() <= threads and open_files() <= files) and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(END_POLL_S)
     left = [f"thread {thread.name}" for thread in running_threads() - threads]
     left += [f"{count} × {name}" for name, count in (open_files() - files).items()]
     if left:

@@ -107,13 +107,13 @@ class _Proxy(BaseHTTPRequestHandler):
         body = b"".join(self._chunks()) if chunked else self.rfile.read(length)
         if fault in (Fault.ERROR, Fault.SLOW_DOWN, Fault.DENIED):
             return self._answer(fault.value, {}, b"<Error><Code>Injected</Code></Error>")
-        connection = http.client.HTTPConnection(self.server.shown.upstream)
-        sent = [body] if chunked else body
-        connection.request(self.command, self.path, sent, dict(self.headers), encode_chunked=chunked)
-        response = connection.getresponse()
-        headers = {name: value for name, value in response.getheaders() if name not in ("Connection", "Server", "Date")}
-        self._answer(response.status, headers, response.read(), cut=fault is Fault.CUT)
-        connection.close()
+        with closing(http.client.HTTPConnection(self.server.shown.upstream)) as connection:
+            sent = [body] if chunked else body
+            connection.request(self.command, self.path, sent, dict(self.headers), encode_chunked=chunked)
+            response = connection.getresponse()
+            left_out = ("Connection", "Server", "Date")
+            headers = {name: value for name, value in response.getheaders() if name not in left_out}
+            self._answer(response.status, headers, response.read(), cut=fault is Fault.CUT)
         return None
 
     def _chunks(self) -> Iterator[bytes]:
