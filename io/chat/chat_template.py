@@ -54,6 +54,7 @@ OWN_VARIABLES = {
     "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
     "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
+FALLBACK = "the plain template"  # origin of the one that stands in for a template that is nowhere
 RENDER_S = 30.0  # a conversation takes milliseconds
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers uses
 
@@ -171,7 +172,7 @@ def _chosen(name: str | None, folder: Path | None, variables: Mapping[str, Any])
         raise ConfigError(f"data.chat_template: {folder} holds {names} but no default; name the one to use")
     if folder and (source := _of_processor(folder)) is not None:
         return ChatTemplate(f"of {folder / PROCESSOR_TEMPLATE_NAME}", source, variables=variables)
-    return ChatTemplate("the plain template", read_named_template(PLAIN), variables=variables)
+    return ChatTemplate(FALLBACK, read_named_template(PLAIN), variables=variables)
 
 
 def _in_its_form(template: ChatTemplate) -> ChatTemplate:

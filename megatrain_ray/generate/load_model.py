@@ -18,7 +18,7 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.engine.model.images import VISION_FAMILIES
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, exported, load_exported
-from megatrain_ray.io.chat.chat_template import PLAIN, ChatTemplate, load_chat_template, read_named_template
+from megatrain_ray.io.chat.chat_template import FALLBACK, ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.template_ending import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
@@ -104,7 +104,7 @@ def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, cha
     if not holds_tokenizer(folder):
         raise ConfigError(f"{name} has no tokenizer.json, so texts cannot be turned into its token ids")
     template = load_chat_template(str(folder), None, template_arguments)
-    if chat and template.source == read_named_template(PLAIN):
+    if chat and template.name == FALLBACK:
         raise ConfigError(f"{name} has no chat template: leave --chat out, or name a model that was trained on chats")
     with spinner("loading the model"):
         try:
