@@ -104,5 +104,5 @@ def _sides(area: int) -> tuple[int, int]:
 
 
 def _known(values: Iterable[int], like: dict[str, Any]) -> torch.Tensor:
-    """Return numbers made of ranges, whose values a trial forward knows (discovery/trial_forward.py)."""
+    """Return numbers made of ranges, whose values a trial forward knows (discovery/fake_answers.py)."""
     return torch.cat([torch.arange(n, n + 1, device=like["device"]) for n in values])

@@ -71,6 +71,27 @@ def test_a_template_of_a_processor_stands_in_for_one_of_the_tokenizer(tmp_path: 
     assert load_chat_template(write(tmp_path, {"chat_template": "config"})).render(ASK) == "config"
 
 
+@pytest.mark.parametrize(
+    ("source", "in_parts"),
+    [
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}no text{% endfor %}", False),
+        ("{{ raise_exception('no chat') }}", False),
+    ],
+)
+def test_a_template_of_a_model_with_images_gets_texts_in_the_form_that_it_writes(
+    tmp_path: Path, source: str, in_parts: bool
+) -> None:
+    folder = write(tmp_path, {"chat_template": source})
+    assert not load_chat_template(folder).in_parts
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    template = load_chat_template(folder)
+    assert template.in_parts == in_parts
+    if in_parts:
+        assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
+
+
 def test_an_additional_template_is_used_by_its_name(tmp_path: Path) -> None:
     folder = write(tmp_path, {"chat_template": "config"}, chat_template="own", additional_chat_templates__rag="rag")
     assert load_chat_template(folder).render(ASK) == "own"
