@@ -52,6 +52,10 @@ RESOLVED_KEYS = {
     "freeze_layers": "train.freeze",
     "freeze_modules": "train.freeze",
     "freeze_extra": "train.freeze",
+    "freeze_vision_tower": "train.vision",
+    "freeze_multi_modal_projector": "train.vision",
+    "freeze_mm_modules": "train.vision",
+    "streaming": "data.stream",
 }
 OTHER_NAMES = {  # of any tool, as far as no table sets something for them
     "max_length": "data.seq_len",

@@ -16,6 +16,7 @@ from typing import Any
 from megatrain_ray.config.objective_checks import KIND_OF_OBJECTIVE
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, read_settings
+from megatrain_ray.convert.images import IMAGE_TEMPLATES, set_stream, translate_images
 from megatrain_ray.convert.key_tables import (
     DataSetRules,
     Findings,
@@ -71,14 +72,17 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         DATA_SETS[name](tree, found)
     except RefusedError as error:
         found.refused.append(str(error))
+    translate_images(table, found, tree)
     _drop_unused_freezing(table, found, tree)
-    refused, report = bool(found.refused), tuple(_report(found))
+    refused = bool(found.refused)
     if refused and not lenient:
-        return Conversion("", report, refused)
+        return Conversion("", tuple(_report(found)), refused)
     settings = resolve(found.settings, table.default_warmup, overrides=overrides, num_gpus=num_gpus)
     TrainConfig.model_validate(settings)
+    if found.settings.get("streaming"):
+        set_stream(settings, found)
     head = f"# From {path.name} of {table.tool}, by megatrain convert-config.\n"
-    return Conversion(head + dump_settings(settings), report, refused)
+    return Conversion(head + dump_settings(settings), tuple(_report(found)), refused)
 
 
 def _drop_unused_freezing(table: Table, found: Findings, tree: Mapping[str, Any]) -> None:
@@ -128,15 +132,18 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
         return
     if info.exists():
         answers = ANSWERS.get(str(found.settings.get("data.kind")), "learned")
-        _check_entries(info, [*chosen, *(names(held_out) if held_out else ())], answers)
+        found.settings["data.images"] = _hold_images(info, [*chosen, *(names(held_out) if held_out else ())], answers)
+    else:
+        found.settings["data.images"] = str(tree.get("template")).startswith(IMAGE_TEMPLATES)
     found.settings |= {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
     if held_out:
         found.settings |= {"data.eval_path": str(info), "data.eval_dataset": names(held_out)}
 
 
-def _check_entries(info: Path, chosen: list[str], answers: Answers) -> None:
+def _hold_images(info: Path, chosen: list[str], answers: Answers) -> bool:
+    """Return whether one of the entries names a column of images. Raises RefusedError if one cannot be read."""
     try:
-        read_dataset_info(info, chosen, answers)
+        return any(entry.images for entry in read_dataset_info(info, chosen, answers))
     except ConfigError as error:
         raise RefusedError(str(error).replace("data.dataset", "dataset", 1)) from None
 
