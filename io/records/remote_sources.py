@@ -76,6 +76,11 @@ def find_objects(url: StoreUrl) -> tuple[ObjectStore, list[StoredObject], list[s
         found = [item for item in store.find() if _is_read(item.name, _wanted(pattern))]
     except ObjectStoreError as error:
         raise ConfigError(f"data.path: {error}") from None
+    if not found and store.lacks_bucket():
+        raise ConfigError(
+            f"data.path: {url}: the store has no bucket {url.host}; check its name, and which server, region or "
+            "account it belongs to"
+        )
     _check(found, url)
     return store, found, pattern
 

@@ -49,6 +49,7 @@ class ObjectStore:
         self.url = url
         with self._explained("open", ""):
             self._files, base = _file_system(url)
+        self._bucket = base.strip("/")
         # The base is empty where the URL names the container in its path: abfs://ACCOUNT@HOST/CONTAINER/PATH.
         self._root = f"{base.removesuffix('/')}/{url.path}" if base and url.path else base or url.path
 
@@ -66,6 +67,14 @@ class ObjectStore:
             first = len(self._root.rstrip("/")) + 1
             files = (info for info in found if info.type is FileType.File)
             return sorted(StoredObject(info.path[first:], info.size, info.mtime_ns) for info in files)
+
+    def lacks_bucket(self) -> bool:
+        """Return whether there is no bucket, or container, of the URL's name. False also if the store does not tell."""
+        from pyarrow.fs import FileType
+
+        with suppress(Exception):  # who may read objects may still be denied to ask for their bucket
+            return bool(self._bucket) and self._files.get_file_info([self._bucket])[0].type is FileType.NotFound
+        return False
 
     def stat(self, name: str) -> StoredObject | None:
         """Return an object; None if there is none."""

@@ -42,16 +42,16 @@ def test_a_copy_means_what_the_url_means(objects: Bucket, tmp_path: Path) -> Non
     assert (info.read_bytes(), (info.parent / "data" / "a.jsonl").read_bytes()) == (b"{}", LINE)
     with pytest.raises(ConfigError, match=r"image\.png is of no known format \(\.png\)"):
         found(f"{objects.url}/a b/image.png", tmp_path)
-    for url in (
-        f"{objects.url}/a b/no.jsonl",
-        f"{objects.url}/no",
-        f"{objects.url}/a b/*.csv",
-        "s3://no-such-bucket/a",
-    ):
+    missing = "no such file, and no folder or glob with files of a known format"
+    for url, problem in {
+        f"{objects.url}/a b/no.jsonl": missing,
+        f"{objects.url}/no": missing,
+        f"{objects.url}/a b/*.csv": missing,
+        "s3://no-such-bucket/a/*.txt": "the store has no bucket no-such-bucket; check its name, and which",
+    }.items():
         with pytest.raises(ConfigError) as refused:
             found(url, tmp_path)
-        missing = "no such file, and no folder or glob with files of a known format"
-        assert str(refused.value) == f"data.path: {url}: {missing}"
+        assert str(refused.value).startswith(f"data.path: {url}: {problem}")
 
 
 def test_only_what_has_changed_is_fetched_again(objects: Bucket, tmp_path: Path) -> None:
@@ -100,6 +100,8 @@ def test_any_adapter_of_fsspec_is_read(tmp_path: Path) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     files = MemoryFileSystem()
+    with pytest.raises(ConfigError, match="the store has no bucket corpus; check"):
+        found("memory://corpus/x", tmp_path)
     files.pipe("/corpus/x/a.txt", b"one")
     assert found("memory://corpus/x", tmp_path) == ["x/a.txt"]
     copy = tmp_path / "memory" / "corpus" / "x" / "a.txt"
