@@ -88,6 +88,10 @@ class HardwareProfile:
         """Parse a profile. Raises pydantic.ValidationError if the text is not a profile of this version."""
         return TypeAdapter(HardwareProfile).validate_json(text)
 
+    def updates_per_s(self, beside_copies: float) -> float:
+        """Return the parameters that the CPU updates in a second. `beside_copies`: as in a Prediction."""
+        return self.adamw_per_s + beside_copies * (self.adamw_busy_per_s - self.adamw_per_s)
+
     def matmul_s(self, precision: str, flops: float) -> float:
         """Return the seconds of a matrix product. A precision without a curve uses the rates of the first curve."""
         curve = self.matmul.get(precision) or next(iter(self.matmul.values()))

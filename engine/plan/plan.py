@@ -276,14 +276,6 @@ class Plan:
         return self.step.num_live_micro_batches * sum(on_host)
 
     @property
-    def has_busy_updates(self) -> bool:
-        """Return whether copies compete with updates by the CPU for the host's memory.
-
-        During a backward they run in both directions, and during a forward activations may leave.
-        """
-        return self.step.update_order is UpdateOrder.BACKWARD or self.host_kept_bytes > 0
-
-    @property
     def host_kept_bytes(self) -> int:
         """Return the bytes of host memory for the activations that layers keep for their backward."""
         on_host = (layer.kept_bytes for layer in self.layers if layer.kept is Tier.HOST)

@@ -24,6 +24,7 @@ class Prediction:
         `step_s`.
     busy_s: seconds that each stage works, including what overlaps with other stages. The bottleneck is the busiest one.
     profile: the rates that the prediction was made with; None in plans of earlier versions.
+    beside_copies: by how much copies slow the updates by the CPU: 0 not at all, 1 as much as copies in both directions.
     """
 
     rates: str
@@ -37,6 +38,7 @@ class Prediction:
     h2d_bytes: int
     d2h_bytes: int
     profile: HardwareProfile | None = None
+    beside_copies: float = 0.0
 
     @property
     def disk_s(self) -> float:

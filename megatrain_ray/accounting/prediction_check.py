@@ -10,7 +10,6 @@ from enum import Enum
 from itertools import chain
 from typing import Any
 
-from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import BESIDE_TENSORS, Plan
 from megatrain_ray.engine.plan.prediction import Prediction
@@ -223,17 +222,12 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     yield Term("on disk", TermKind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 
-def warning(found: Comparison, prediction: Prediction, run_dir: object, *, busy_updates: bool) -> str | None:
-    """Return one line that names each term that is off, by how much, and what to do about it; None if none is off.
-
-    busy_updates: of the plan.
-    """
+def warning(found: Comparison, prediction: Prediction, run_dir: object) -> str | None:
+    """Return one line that names each term that is off, by how much, and what to do about it; None if none is off."""
     off = found.off(prediction)
     told = []
     if any(not term.is_of_bytes for term in off):
-        profile = prediction.profile
-        cause = _cause(found, profile, busy_updates=busy_updates) if profile else ""
-        told.append(f"{found}{cause}; {_advice(found, prediction, run_dir)}")
+        told.append(f"{found}{_cause(found, prediction)}; {_advice(found, prediction, run_dir)}")
     for term in off:
         if term.is_of_bytes:
             planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
@@ -244,11 +238,11 @@ def warning(found: Comparison, prediction: Prediction, run_dir: object, *, busy_
     return "; ".join(told) or None
 
 
-def _cause(found: Comparison, profile: HardwareProfile, *, busy_updates: bool) -> str:
+def _cause(found: Comparison, prediction: Prediction) -> str:
     """Return the likely cause of a wait for the optimizer or for activations on disk, as text; empty if unknown."""
     part = found.worst_part.name
     of_activations = part in ("h2d", "d2h") and found.term("activation traffic")
-    if part != "optimizer" and not of_activations:
+    if prediction.profile is None or (part != "optimizer" and not of_activations):
         return ""
     stages = [found.term("disk"), found.term("updates") if part == "optimizer" else None]
     slower = [term for term in stages if term and term.measured > term.predicted * (1 + TIME_TOLERANCE)]
@@ -258,13 +252,8 @@ def _cause(found: Comparison, profile: HardwareProfile, *, busy_updates: bool) -
     if latest.name == "disk":
         moved, planned = (rate / 1e9 for rate in found.disk_rates)
         return f": the disk moved {moved:.2g} GB/s where the plan counts on {planned:.2g}"
-    planned = update_rate(profile, busy=busy_updates) / 1e9
+    planned = prediction.profile.updates_per_s(prediction.beside_copies) / 1e9
     return f": AdamW made {planned * (1 + latest.error):.3g} Gparam/s where the plan counts on {planned:.3g}"
-
-
-def update_rate(profile: HardwareProfile, *, busy: bool) -> float:
-    """Return the predicted parameters per second. `busy`: as Plan.has_busy_updates."""
-    return profile.adamw_busy_per_s if busy else profile.adamw_per_s
 
 
 def _advice(found: Comparison, prediction: Prediction, run_dir: object) -> str:

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatrain_ray.accounting.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison, update_rate
+from megatrain_ray.accounting.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, RateCurve, RatePoint
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
@@ -57,7 +58,7 @@ def refit(run_dir: Path, out: Path) -> Refitted:
     prediction = plan.prediction
     assert prediction is not None and prediction.profile is not None
     predict = predictor(config, plan)
-    done = refitted(prediction, found, predict, busy_updates=plan.has_busy_updates, gathered=plan.slots.gathered)
+    done = refitted(prediction, found, predict, gathered=plan.slots.gathered)
     write_atomically(out, done.profile.to_json())
     return done
 
@@ -87,19 +88,16 @@ def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
     return found, plan
 
 
-def refitted(
-    prediction: Prediction, found: Comparison, predict: Predict, *, busy_updates: bool, gathered: bool = False
-) -> Refitted:
+def refitted(prediction: Prediction, found: Comparison, predict: Predict, *, gathered: bool = False) -> Refitted:
     """Return the prediction's profile with those rates changed that the run has timed.
 
     predict: predicts the same plan with another profile.
-    busy_updates: of the plan.
     gathered: uploads were completed by all-gathers.
     """
     before = prediction.profile
     assert before is not None
     profile, compute = _fit_compute(before, found, prediction.compute_s.get(SUM_OVER_GPUS, 0.0))
-    profile, updates = _fit_updates(profile, found, busy=busy_updates)
+    profile, updates = _fit_updates(profile, found, prediction.beside_copies)
     profile, disk = _fit_disk(profile, found)
     profile, copies = _fit_copies(profile, found, predict, gathered=gathered)
     step_s, now_s = _predictable_s(found), predict(profile).step_s
@@ -144,18 +142,19 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
     return tuple(RatePoint(point.size, point.per_s * factor) for point in curve)
 
 
-def _fit_updates(profile: HardwareProfile, found: Comparison, *, busy: bool) -> Fit:
-    """Scale the rate of updates that predictions of this plan use."""
+def _fit_updates(profile: HardwareProfile, found: Comparison, beside_copies: float) -> Fit:
+    """Scale the rates of updates that predictions of this plan use: of updates alone, beside copies, or both."""
     term = found.term("updates")
     if term is None or not term.predicted:
         why = "no optimizer shard updated anything, or the rows are of an earlier version"
         return _untimed(profile, "AdamW", why)
-    before = update_rate(profile, busy=busy)
-    rate = before * term.predicted / term.measured
-    line = f"AdamW         {before / 1e9:.3g} → {rate / 1e9:.3g} Gparam/s"
-    if busy:
-        return replace(profile, adamw_busy_per_s=rate), f"{line} beside copies"
-    return replace(profile, adamw_per_s=rate), f"{line} under a forward"
+    factor, before = term.predicted / term.measured, profile.updates_per_s(beside_copies)
+    rates = ["adamw_per_s"] * (beside_copies < 1) + ["adamw_busy_per_s"] * (beside_copies > 0)
+    changed: dict[str, Any] = {name: factor * getattr(profile, name) for name in rates}
+    where = "beside copies" if beside_copies else "under a forward"
+    return replace(
+        profile, **changed
+    ), f"AdamW         {before / 1e9:.3g} → {factor * before / 1e9:.3g} Gparam/s {where}"
 
 
 def _fit_disk(profile: HardwareProfile, found: Comparison) -> Fit:

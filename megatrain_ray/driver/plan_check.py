@@ -89,7 +89,7 @@ class PlanCheck:
         if found is None:
             return
         off = frozenset(term.name for term in found.off(prediction))
-        text = warning(found, prediction, self._run_dir, busy_updates=self._plan.has_busy_updates)
+        text = warning(found, prediction, self._run_dir)
         if text and off != self._reported:
             say(f"warning: {text}")
         else:

@@ -23,7 +23,7 @@ def compared(plan: Plan, profile: HardwareProfile, **changes: float) -> Comparis
 
 def warned(plan: Plan, found: Comparison) -> str:
     assert plan.prediction is not None
-    return warning(found, plan.prediction, "runs/x", busy_updates=plan.has_busy_updates) or ""
+    return warning(found, plan.prediction, "runs/x") or ""
 
 
 def test_a_right_prediction_is_not_warned_of() -> None:

@@ -34,8 +34,7 @@ def compared(plan: Plan, profile: HardwareProfile) -> Comparison:
 
 def refit_of(plan: Plan, found: Comparison) -> Refitted:
     assert plan.prediction is not None
-    busy = plan.has_busy_updates
-    return refitted(plan.prediction, found, lambda profile: predicted(plan, profile), busy_updates=busy)
+    return refitted(plan.prediction, found, lambda profile: predicted(plan, profile))
 
 
 WRONG = {
@@ -109,13 +108,16 @@ def test_a_disk_with_several_rates_keeps_their_proportion() -> None:
     assert any(line.startswith("disk          4 → 2 GB/s") for line in done.report)
 
 
-def test_the_rate_beside_copies_is_that_of_updates_while_activations_leave() -> None:
+def test_both_rates_of_updates_are_scaled_where_activations_that_leave_slow_them_partly() -> None:
     wrong = replace(PROFILE, adamw_busy_per_s=TWICE * PROFILE.adamw_busy_per_s)
     plan = planned(wrong)
     assert plan.host_kept_bytes, "updates under a forward seem to be fastest beside copies"
+    assert plan.prediction and 0 < (share := plan.prediction.beside_copies) < 1
     done = refit_of(plan, compared(plan, PROFILE))
-    assert done.profile.adamw_per_s == wrong.adamw_per_s
-    assert done.profile.adamw_busy_per_s == pytest.approx(PROFILE.adamw_busy_per_s)
+    assert done.profile.updates_per_s(share) == pytest.approx(PROFILE.updates_per_s(share))
+    assert done.profile.adamw_per_s / wrong.adamw_per_s == pytest.approx(
+        done.profile.adamw_busy_per_s / wrong.adamw_busy_per_s
+    )
 
 
 def test_copies_are_told_from_waits_for_them_alone() -> None:
@@ -132,7 +134,7 @@ def test_copies_are_told_from_waits_for_them_alone() -> None:
 def test_waits_for_uploads_that_others_complete_are_no_rate_of_copies() -> None:
     slow, plan = replace(PROFILE, both_bytes_per_s=PROFILE.both_bytes_per_s / 20), planned(PROFILE)
     found = compared(plan, slow)
-    done = refitted(plan.prediction, found, lambda p: predicted(plan, p), busy_updates=False, gathered=True)  # type: ignore[arg-type]
+    done = refitted(plan.prediction, found, lambda p: predicted(plan, p), gathered=True)  # type: ignore[arg-type]
     assert done.profile.both_bytes_per_s == PROFILE.both_bytes_per_s
     assert "copies        not timed: uploads and all-gathers are waited for together" in done.report
 

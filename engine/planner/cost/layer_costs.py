@@ -46,6 +46,10 @@ LAUNCHES = 20
 # took 0.39 ms in the same runs; since then they are 8 parts.
 UPDATE_LAUNCHES = 40
 UPDATE_BYTES = 26  # per parameter where update rates are measured: bf16 gradient, split master, two moments
+# Share of the link's rate at which activations that leave slow the updates as much as copies in both directions do.
+# From traces: updates were slowed by 0.37 of the difference at 0.18 of the rate (Llama-3-8B within 25 GiB), by 0.7 to
+# 1.1 at 0.5 and more (7.6B, Llama-3-8B within 67.3 GiB).
+FULLY_SLOWING = 0.5
 NS_STEPS = 5  # Newton-Schulz steps that Muon does by default
 
 
@@ -68,8 +72,8 @@ class LayerPrices:
     def of_layer(self, name: str, layer: int) -> float:
         """Return the seconds of an operation that computes, for one micro-batch.
 
-        name: forward, recompute, replay, backward, loss, score (log-probabilities of the targets), update (by the GPU),
-            shards or busy shards (updates by the CPU: `update_name`) or orthogonalize.
+        name: forward, recompute, replay, backward, loss, score (log-probabilities of the targets), update (by the GPU)
+            or orthogonalize.
         """
         plan = self._plan.layers[layer]
         key = name, self._basis.alike[layer], self._activations.alike[layer], plan.compiled, plan.activation_budget
@@ -82,13 +86,26 @@ class LayerPrices:
         return [i for i in self._plan.layer_order if self._plan.layers[i].updated_by == "cpu"]
 
     @cached_property
-    def update_name(self) -> str:
-        """Return the name of updates by the CPU: "busy shards" if copies compete with them for the host's memory.
+    def beside_copies(self) -> float:
+        """Return by how much copies slow the updates by the CPU: 0 not at all, 1 as much as copies in both directions.
 
-        Else an update has the host nearly to itself: 2.28 s per step were measured, 2.27 are predicted with the rate of
-        updates alone and 2.7 with the other (docs/hardware_profile.md).
+        Both compete for the host's memory. Under a backward copies run in both directions. Under a forward weights are
+        uploaded, which does not count: 2.28 s per step were measured, 2.27 are predicted with the rate of updates alone
+        (docs/hardware_profile.md). Activations may leave meanwhile.
         """
-        return "busy shards" if self._plan.has_busy_updates else "shards"
+        plan = self._plan
+        if plan.step.update_order is UpdateOrder.BACKWARD:
+            return 1.0
+        if not plan.host_activation_bytes:
+            return 0.0
+        sweep_s = sum(self.of_layer("forward", layer) for layer in range(len(plan.layers) - 1))
+        most_bytes = plan.step.num_live_micro_batches * sweep_s * self._profile.busy_d2h_bytes_per_s
+        return min(1.0, plan.host_activation_bytes / (FULLY_SLOWING * most_bytes))
+
+    def of_update(self, layer: int) -> float:
+        """Return the seconds of the layer's update by the CPU."""
+        rate = UPDATE_BYTES * self._profile.updates_per_s(self.beside_copies)
+        return self._update_bytes(layer) / self._plan.hosts.num_hosts / rate
 
     def _update_bytes(self, layer: int) -> int:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""
@@ -108,9 +125,6 @@ class LayerPrices:
             case "update":
                 launches_s = UPDATE_LAUNCHES * self._profile.launch_s
                 return max(self._update_bytes(layer) / self._profile.device_bytes_per_s, launches_s)
-            case "shards" | "busy shards":
-                rate = self._profile.adamw_per_s if name == "shards" else self._profile.adamw_busy_per_s
-                return self._update_bytes(layer) / self._plan.hosts.num_hosts / (UPDATE_BYTES * rate)
             case "orthogonalize":
                 return self._orthogonalize(self._basis.layout.layers[layer])
         raise ValueError(f"no price for {name}")

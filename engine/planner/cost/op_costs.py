@@ -48,7 +48,9 @@ class Prices:
             return self._disk_s(op)
         if stage is Stage.WEIGHTS:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
-        return self.layers.of_layer(self.layers.update_name if stage is Stage.OPTIMIZER else op.name, op.layer)
+        if stage is Stage.OPTIMIZER:
+            return self.layers.of_update(op.layer)
+        return self.layers.of_layer(op.name, op.layer)
 
     def _disk_s(self, op: Op) -> float:
         """Return the seconds of a disk operation.

@@ -52,6 +52,7 @@ def predict(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> Predi
         h2d_bytes=step.num_bytes.get(Stage.H2D, 0),
         d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
         profile=basis.rates,
+        beside_copies=prices.layers.beside_copies,
     )
 
 

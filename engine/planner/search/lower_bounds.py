@@ -66,7 +66,7 @@ class Bounds:
     @property
     def update_s(self) -> float:
         """Return the seconds of the updates of the shards."""
-        return sum(map(self._update_s, self._prices.updated_by_cpu))
+        return sum(map(self._prices.of_update, self._prices.updated_by_cpu))
 
     @property
     def disk_s(self) -> float:
@@ -132,9 +132,6 @@ class Bounds:
         names = operations(visit.phase, self._plan.layers[visit.layer].activations)
         return sum([self._prices.of_layer(name, visit.layer) for name in names])
 
-    def _update_s(self, layer: int) -> float:
-        return self._prices.of_layer(self._prices.update_name, layer)
-
     @property
     def chained_s(self) -> float:
         """Return the seconds of the longest chain of updates, or disk transfers, and compute that waits for them.
@@ -152,7 +149,7 @@ class Bounds:
             if visit.phase is Phase.BACKWARD:
                 break
             if visit.layer in updated:
-                updated_s += self._update_s(visit.layer)
+                updated_s += self._prices.of_update(visit.layer)
                 longest_s = max(longest_s, updated_s + left_s)
             if visit.layer in on_disk:
                 longest_s = max(longest_s, on_disk[visit.layer] + left_s)

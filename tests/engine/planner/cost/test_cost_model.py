@@ -17,6 +17,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.engine.plan.schedule import visits
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.layer_costs import LayerPrices
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation
@@ -68,14 +69,36 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
     request = replace(REQUEST, num_micro_batches=1)
 
-    def update_s(precision: Precision, name: str) -> float:
+    def updates_s(precision: Precision) -> tuple[float, float]:
         candidate = Candidate(OUTER, KEEP, 3, 2)
         plan = build_plan(structure, activations, MACHINE, replace(request, precision=precision), candidate)
-        return Prices(plan, basis, activations).layers.of_layer(name, 1)
+        prices = Prices(plan, basis, activations).layers
+        return prices.of_update(1), prices.of_layer("update", 1)
 
-    for name in ("shards", "update"):
-        ratio = update_s(Precision.BF16_NARROW, name) / update_s(Precision.BF16, name)
-        assert ratio == pytest.approx(18 / 26)
+    narrow, whole = updates_s(Precision.BF16_NARROW), updates_s(Precision.BF16)
+    assert [a / b for a, b in zip(narrow, whole, strict=True)] == pytest.approx([18 / 26] * 2)
+
+
+def test_activations_that_leave_slow_the_updates_under_the_same_forward() -> None:
+    """Up to half of the link's rate by how many leave; from there on as much as copies in both directions."""
+    structure, activations = shape()
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
+
+    def prices(boundaries: Tier, *, clip: bool = True) -> tuple[Plan, LayerPrices]:
+        request = replace(REQUEST, clip=clip, num_micro_batches=1)
+        candidate = Candidate(OUTER, RECOMPUTE, 3, 2, boundaries=boundaries)
+        plan = build_plan(structure, activations, MACHINE, request, candidate)
+        return plan, Prices(plan, basis, activations).layers
+
+    (_, alone), (plan, leaving), (_, unclipped) = prices(Tier.HBM), prices(Tier.HOST), prices(Tier.HBM, clip=False)
+    forward_s = sum(leaving.of_layer("forward", layer) for layer in range(len(structure.layers) - 1))
+    share = plan.host_boundary_bytes / forward_s / (TYPICAL_GPU.busy_d2h_bytes_per_s / 2)
+    assert 0 < share < 1
+    assert (alone.beside_copies, leaving.beside_copies, unclipped.beside_copies) == (0, pytest.approx(share), 1)
+    slowest = TYPICAL_GPU.adamw_busy_per_s / TYPICAL_GPU.adamw_per_s
+    assert alone.of_update(1) / leaving.of_update(1) == pytest.approx(1 - share * (1 - slowest))
+    slow_link = replace(TYPICAL_GPU, d2h_busy_bytes_per_s=TYPICAL_GPU.busy_d2h_bytes_per_s * share / 2)
+    assert Prices(plan, replace(basis, profile=slow_link), activations).layers.beside_copies == 1
 
 
 def test_products_in_fp8_have_a_rate_of_their_own_and_are_rounded_first() -> None:
