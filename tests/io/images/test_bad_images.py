@@ -1,29 +1,33 @@
-"""Images that cannot be read, and records that place them wrongly: each has one message."""
+"""Images of all kinds are what Transformers makes of them; those that cannot be read, or are misplaced, are named."""
 
 from __future__ import annotations
 
 import base64
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers.image_utils import load_image
 
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS
 from megatrain_ray.io.chat.encode_chats import ChatEncoder, KeptSequence, RecordEncoder
 from megatrain_ray.io.chat.preferences import PairLayout
 from megatrain_ray.io.images import image_parts
-from megatrain_ray.io.images.image_processor import ImageProcessor
+from megatrain_ray.io.images.image_processor import ImageProcessor, load_processor
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.pictured_models import TEMPLATE, build_pictured
 from tests.support.pictures import encoded, picture
 
 ANSWER = {"role": "assistant", "content": "Yes."}
 PNG = encoded(picture(40, 40, 0))
+ORIENTATION = 0x0112  # of EXIF
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
@@ -147,6 +151,41 @@ def test_bad_images_are_named(name: str, encode: RecordEncoder, folder: Path, mo
     found = encode((0, record))
     assert found.problem is not None and message.replace("FOLDER", str(folder)) in found.problem
     assert found.kept == []
+
+
+def kinds_of_images() -> dict[str, tuple[Image.Image, str, dict[str, Any]]]:
+    """Return images of all modes with the format that stores them, and arguments of `save`."""
+    rgb, turned, alpha = picture(40, 30, 0), Image.Exif(), picture(40, 30, 0)
+    turned[ORIENTATION] = 6
+    alpha.putalpha(Image.linear_gradient("L").resize(rgb.size))
+    deep = Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50)
+    film: dict[str, Any] = {"save_all": True, "append_images": [picture(40, 30, 1)]}
+    return {
+        "animated GIF": (rgb, "GIF", film), "animated WebP": (rgb, "WEBP", film | {"lossless": True}),
+        "animated PNG": (rgb, "PNG", film), "turned": (rgb, "JPEG", {"exif": turned}),
+        "turned PNG": (rgb, "PNG", {"exif": turned}), "CMYK": (rgb.convert("CMYK"), "JPEG", {}),
+        "alpha": (alpha, "PNG", {}), "grey with alpha": (alpha.convert("LA"), "PNG", {}), "16 bits": (deep, "PNG", {}),
+        "palette": (rgb.quantize(8), "PNG", {"transparency": b"\x00\x80"}), "bits": (rgb.convert("1"), "PNG", {}),
+        "floats": (rgb.convert("F"), "TIFF", {}), "YCbCr": (rgb.convert("YCbCr"), "TIFF", {}),
+        "large": (rgb, "PNG", {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", kinds_of_images())
+def test_images_of_all_kinds_are_what_transformers_makes_of_them(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image between the number of pixels of which Pillow warns and that which it refuses is read as there."""
+    made, kind, arguments = kinds_of_images()[name]
+    made.save(file := folder / f"kind.{kind}", kind, **arguments)
+    with warnings.catch_warnings(action="ignore"):  # of what a palette loses
+        theirs = load_image(str(file))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000 if name == "large" else 1200)
+    expected = load_processor(folder / "model").image_processor(theirs, return_tensors="pt")
+    found, _ = ImageProcessor(folder / "model").inputs_of(file.read_bytes())
+    assert theirs.size == ((30, 40) if "turned" in name else (40, 30))
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+    assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
 
 
 ASKED = {"role": "user", "content": [image(path="good.png"), {"type": "text", "text": "Q"}, image(image=URL)]}
