@@ -79,7 +79,7 @@ class AdapterFolder:
         if untrained:
             raise ConfigError(
                 f"{self.path} holds {untrained[0]} (and {len(untrained) - 1} more), which would not be trained: is it "
-                "of another model? Else let lora.match and train.trainable match it"
+                "of another model? Else let lora.match, train.trainable and, of a vision tower, train.vision reach it"
             )
         aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
         self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required, *aliases.values()}})

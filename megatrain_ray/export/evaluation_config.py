@@ -115,7 +115,7 @@ def _without_updates(
         tree["train"] |= {**OWN_TRAIN, **train}
         if files is not None:
             folder = None if imagined else stack.enter_context(exported(files.path, step=step, merge=False))
-            tree |= _of_run(files.read_config(), folder, tree["train"])
+            tree |= _of_run(files.read_config(), folder, tree["train"], images=config.data.images)
         else:
             tree |= _of_model(_model_of(name, config, step), tree["train"]) | {"lora": None}
         tree["data"] |= data
@@ -170,13 +170,23 @@ def _model_of(name: str | None, config: TrainConfig, step: SaveChoice) -> ModelC
     return config.model if name is None else config.model.model_copy(update={"path": name, "config": None})
 
 
-def _of_run(config: TrainConfig, folder: Path | None, train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return model, adapters and train. `folder`: of the exported save; None: what the run began with will do."""
+def _of_run(config: TrainConfig, folder: Path | None, train: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
+    """Return model, adapters and train. Raises ConfigError for adapters in a vision tower that runs for no image.
+
+    folder: of the exported save; None: what the run began with will do.
+    images: whether the data hold images.
+    """
     path = {} if folder is None else {"path": str(folder)}
     if config.lora is None:
         model = config.model.model_copy(update=path and {**path, "config": None})
         return _of_model(model, train) | {"lora": None}
-    trained = {"trainable": config.train.trainable, "freeze": config.train.freeze}
+    if config.train.vision != "frozen" and not images:
+        raise ConfigError(
+            f"{config.run_dir}: its adapters are in the vision tower or the projector as well (train.vision: "
+            f"{config.train.vision}); set data.images: true, with which texts are read, too, or export it with --merge "
+            "and name that folder"
+        )
+    trained = {key: getattr(config.train, key) for key in ("trainable", "freeze", "vision")}
     lora = config.lora.model_copy(update=path).model_dump()
     return {"model": config.model.model_dump(), "lora": lora, "train": {**train, **trained}}
 

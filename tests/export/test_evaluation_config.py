@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from megatrain_ray.commands import evaluate
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.export.evaluation_config import evaluation_config, tower_of
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import evaluation_config, pass_config, tower_of
 from megatrain_ray.planning.run_spec import planning_problem
 from tests.support.runs import cli_here, config, write_config
 from tests.support.tiny import build_tiny
@@ -64,6 +66,22 @@ def test_features_of_images_are_made_by_the_model_that_a_run_began_with(tmp_path
         write_config(tmp_path / "config.yaml", tree)
         assert getattr(tower_of(str(tmp_path)), "path", None) == path
     assert tower_of(str(model)) is tower_of(None) is None
+
+
+def test_adapters_in_a_vision_tower_stay_there_whatever_the_configuration_trains(tmp_path: Path) -> None:
+    images = {"kind": "sft", "images": True, "tokenizer": "t"}
+    for of_run, other in (("all", "frozen"), ("frozen", "all")):
+        tree = config(tmp_path, {"model_type": "gpt2"}, train__vision=of_run, lora={"match": "q_proj"})
+        tree["data"] |= images
+        write_config(tmp_path / "config.yaml", tree)
+        tree["train"]["vision"] = other
+        with pass_config(str(tmp_path), TrainConfig.model_validate(tree), imagined=True) as settings:
+            assert settings.train.vision == of_run
+        tree["train"]["vision"], tree["data"]["images"] = "frozen", False
+        refused = pytest.raises(ConfigError, match=r"adapters are in the vision tower .* set data\.images: true")
+        without = TrainConfig.model_validate(tree)
+        with refused if of_run == "all" else nullcontext(), pass_config(str(tmp_path), without, imagined=True):
+            pass
 
 
 def test_other_data_stand_in_for_a_share_of_the_training_records(
