@@ -50,10 +50,10 @@ class Sampling:
 
 
 class EncodedPrompt(NamedTuple):
-    """Holds the ids of a prompt, and the bytes of its images in order."""
+    """Holds the ids of a prompt, and its images in order."""
 
     ids: list[int]
-    images: tuple[bytes, ...] = ()
+    images: tuple[StoredImage, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -97,7 +97,7 @@ def _with_images(model: LoadedModel, conversation: Conversation, images: Sequenc
     replaced = ReplacedText.of(text, images, model.processor, load_tokenizer(str(model.processor.folder)))
     ids = _ids_of(model, replaced.text)
     replaced.column(np.array(ids))  # checks them
-    return EncodedPrompt(ids, tuple(image.content for image in images))
+    return EncodedPrompt(ids, tuple(images))
 
 
 def _ids_of(model: LoadedModel, text: str) -> list[int]:
@@ -138,7 +138,7 @@ def generate(
 
 def _pictured(model: LoadedModel, ids: torch.Tensor, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
     """Return what the model takes of the images of prompts, as its processor makes it of all of them together."""
-    contents = [content for prompt in prompts for content in prompt.images]
+    contents = [image.content for prompt in prompts for image in prompt.images]
     if model.processor is None or not contents:
         return {}
     inputs, _ = model.processor.inputs_of(*contents)

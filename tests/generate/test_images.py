@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.generate.answer import Sampling
+from megatrain_ray.generate import prompts_file
+from megatrain_ray.generate.answer import Answer, Sampling, generate
 from megatrain_ray.generate.load_model import loaded
 from megatrain_ray.generate.prompts_file import answer_file
 from tests.support.pictured_models import PICTURED, build_pictured, provide_processor
@@ -35,14 +37,15 @@ def test_a_batch_of_chats_gets_the_answers_of_plain_transformers(
     assert ours == theirs
 
 
-def test_records_name_images_as_those_of_training_do(tmp_path: Path) -> None:
+def test_records_name_images_as_those_of_training_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a batch holds the bytes of its image files, which are read again, and must be as they were."""
     folder, [record, *_] = build_pictured("Qwen2.5-VL", tmp_path / "model"), chats(tmp_path)
     file, small = tmp_path / "prompts.jsonl", {"prompt": "<image>Question 0?", "images": ["0.png"]}
     with loaded(str(folder), chat=True) as model:
 
-        def answers(*records: object) -> list[str]:
+        def answers(*records: object, batch_size: int = 4) -> list[str]:
             file.write_text("".join(json.dumps(one) + "\n" for one in records))
-            return [one["answer"] for one in answer_file(model, file, GREEDY, chat=True, batch_size=4)]
+            return [one["answer"] for one in answer_file(model, file, GREEDY, chat=True, batch_size=batch_size)]
 
         first, *others = answers(record, small, {"prompt": record["messages"][:1], "chosen": "A", "rejected": "B"})
         assert others == [first, first]
@@ -53,3 +56,11 @@ def test_records_name_images_as_those_of_training_do(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=rf"prompts\.jsonl, line 1: image 1{message}"):
                 answers(small | {"images": [bad]})
+
+        def change_images(*args: Any) -> list[Answer]:
+            (tmp_path / "0.png").write_bytes(b"")
+            return generate(*args)
+
+        monkeypatch.setattr(prompts_file, "generate", change_images)
+        with pytest.raises(ConfigError, match=r"0\.png was changed after its prompt was read; start again"):
+            answers(small, small, batch_size=1)
