@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.engine.step.sampler import Completion
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.rollouts.advantages import deviation
 from megatrain_ray.read_file import parse_json
 
@@ -20,12 +21,17 @@ Record = dict[str, Any]
 def total_rewards(scores: Mapping[str, Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
     """Return the weighted sum of each completion's rewards, without those of functions that do not judge it.
 
-    None: no function judges it.
+    None: no function judges it. Raises MegatrainError if that is so of all completions.
     """
     totals: list[float | None] = []
     for row in zip(*scores.values(), strict=True):
         judged = [weight * score for weight, score in zip(weights, row, strict=True) if score is not None]
         totals.append(math.fsum(judged) if judged else None)
+    if totals.count(None) == len(totals):
+        raise MegatrainError(
+            f"nothing to learn from: all reward functions ({', '.join(scores)}) returned None for each of "
+            f"{len(totals)} answers; return numbers, or add a function that judges them"
+        )
     return totals
 
 
@@ -54,7 +60,7 @@ def summary_of(records: Sequence[Record]) -> dict[str, float]:
         for name in records[0]["rewards"]
     }
     return {
-        "reward": fmean(rewards) if rewards else math.nan,
+        "reward": fmean(rewards),
         "reward_std": deviation(np.array(rewards)),
         **{f"reward/{name}": fmean(values) for name, values in scores.items() if values},
         "completion_tokens": fmean(len(record["completion_ids"]) for record in records),

@@ -107,7 +107,8 @@ class RunningRollouts:
     def is_over(self, wait_s: float) -> bool:
         """Return whether there is nothing to wait for any more: it was given up, or `records` has all rollouts.
 
-        wait_s: seconds to wait for the rewards, if these are being computed. Raises as RewardProcess.answer.
+        wait_s: seconds to wait for the rewards, if these are being computed. Raises as RewardProcess.answer and
+            total_rewards.
         """
         if self._call is not None:
             return False

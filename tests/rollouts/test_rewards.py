@@ -134,6 +134,8 @@ def test_an_answer_that_no_function_judges_has_no_reward() -> None:
     scores = {"a": [1.0, None, None, 3.0], "b": [None, 2.0, None, 1.0]}
     totals = total_rewards(scores, [1.0, 0.5])
     assert totals == [1.0, 1.0, None, 3.5]
+    with pytest.raises(MegatrainError, match=r"all reward functions \(a, b\) returned None for each of 2 answers"):
+        total_rewards({"a": [None, None], "b": [None, None]}, [1.0, 0.5])
     completion = Completion([7], [-1.0], True)
     records = [
         rollout_record([5], 0, completion, "", {name: found[k] for name, found in scores.items()}, total)
