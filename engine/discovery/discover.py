@@ -19,7 +19,12 @@ from megatrain_ray.engine.discovery.find_structure import StructureFinder
 from megatrain_ray.engine.discovery.measure_activations import activation_bytes_of
 from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
 from megatrain_ray.engine.discovery.trial_forward import Trial, run_trial, unique_bytes
-from megatrain_ray.engine.layer_calls.imagined_images import feature_bytes, images_at_every_token, num_trial_tokens
+from megatrain_ray.engine.layer_calls.imagined_images import (
+    feature_bytes,
+    images_at_every_token,
+    num_trial_tokens,
+    share_of_pads,
+)
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
 from megatrain_ray.engine.model.flops import have_backward
@@ -161,14 +166,15 @@ def _activation_bytes(tried: TracedModel, structure: ModelStructure, setup: Tria
     """Return the bytes of a trial's activations; those in a vision tower as if it had got an image for every token.
 
     What else enters the tower's layers counts as images: pixels, rotary angles, and masks, which Mistral 3 has for all
-    pairs of patches.
+    pairs of patches. Pads of images, which the trial lacks, take as much as patches.
     """
     with tried.mode, Answers():
         found = activation_bytes_of(tried.model, tried.trial, structure, setup.attention, setup.batch)
     vision_layers = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
     if not vision_layers:
         return found
-    factor = math.prod(setup.batch) / tried.num_image_tokens
+    pads = share_of_pads(getattr(tried.model, str(tried.model.base_model_prefix)))
+    factor = (1 + pads) * math.prod(setup.batch) / tried.num_image_tokens
     inputs = (t for i in vision_layers for path in structure.layers[i].modules for t in tried.trial.first[path].inputs)
     beside = unique_bytes(t for t in inputs if not t.requires_grad)
     return replace(found.scaled(vision_layers, factor), images=math.ceil(factor * beside))

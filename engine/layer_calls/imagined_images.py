@@ -29,6 +29,15 @@ def feature_bytes(config: Any, dtype: torch.dtype, num_tokens: int) -> int:
     return int(num_tokens * num_entries(config) * config.get_text_config().hidden_size * dtype.itemsize)
 
 
+def share_of_pads(base: nn.Module) -> float:
+    """Return how many pads a tower gets for each patch of an image, of an image up to four times as long as wide.
+
+    Only Gemma 4's processor pads: to the patches of SOFT_TOKENS tokens. It rounds the sides of an image down to whole
+    tokens, so that 248 to 280 are the image's own.
+    """
+    return 32 / 248 if geometry_name(base) == PATCH_POSITIONS else 0.0
+
+
 def num_trial_tokens(base: nn.Module, num_tokens: int) -> int:
     """Return the tokens of images in a trial of so many tokens whose tower runs.
 

@@ -17,6 +17,7 @@ from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.model.architecture import Architecture
 from tests.support.families import FAMILIES
+from tests.support.pictured_models import PICTURED
 
 
 def found(name: str, seq_len: int, rules: Any = ParameterRules()) -> tuple[ModelStructure, ActivationBytes]:  # noqa: B008
@@ -50,6 +51,15 @@ def test_a_trial_with_a_part_of_the_images_counts_all() -> None:
     assert large.kept[place] == 2 * small.kept[place] > 0
     assert large.boundary[place] == 2 * small.boundary[place] > 0
     assert large.images == 2 * small.images
+
+
+def test_pads_of_images_take_as_much_as_patches() -> None:
+    """Gemma 4's processor pads an image of 248 tokens to the patches of 280, 4 for each token here."""
+    factory = Architecture(PICTURED["Gemma 4"].model)
+    structure, activations = discover(factory, torch.float32, 1, 248, images=True, tower=True)
+    place = next(i for i, layer in enumerate(structure.layers) if layer.name == "vision.0")
+    assert structure.layers[place].rows_per_token == 4
+    assert activations.boundary[place] == 280 * 4 * 32 * 4
 
 
 def test_pixels_and_masks_of_all_patches_count_as_images() -> None:
