@@ -24,14 +24,7 @@ from megatrain_ray.engine.model.attention import (
     without_cache,
     without_pads,
 )
-from megatrain_ray.engine.model.images import (
-    GIVEN,
-    OF_IMAGES,
-    GivenImages,
-    answer_features,
-    arguments_of,
-    uploaded,
-)
+from megatrain_ray.engine.model.images import GIVEN, OF_IMAGES, GivenImages, answer_features, arguments_of, uploaded
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.output_recorder import Recorder
 from megatrain_ray.engine.model.structure import ModelStructure

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import (
-    ChatLayout,
-    Learn,
-)
+from megatrain_ray.io.chat.conversation_formats import ChatLayout, Learn
 from megatrain_ray.io.chat.encode_chats import ChatEncoder, EncodedRecord, RecordEncoder, Truncation, tallied
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, with_mismatched
@@ -20,12 +17,7 @@ from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.process_map import map_in_order
-from megatrain_ray.io.records.read_records import (
-    BadRecords,
-    RecordTally,
-    as_written,
-    read_records,
-)
+from megatrain_ray.io.records.read_records import BadRecords, RecordTally, as_written, read_records
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.image_files import IMAGE as IMAGE_COLUMN
 from megatrain_ray.io.tokens.token_files import LossWeights, TokenArray, TokenBlock

@@ -12,24 +12,13 @@ from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.answer_texts import MarkedText, Notes
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import (
-    ChatLayout,
-    Conversation,
-    Learn,
-    read_conversation,
-)
+from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair
 from megatrain_ray.io.images.image_parts import IMAGE, RecordImages
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.images.replaced_images import ReplacedText, check_places
-from megatrain_ray.io.records.read_records import (
-    DROPPED,
-    RecordError,
-    RecordOutcome,
-    RecordTally,
-    check_unicode,
-)
+from megatrain_ray.io.records.read_records import DROPPED, RecordError, RecordOutcome, RecordTally, check_unicode
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.image_files import StoredImage
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, LossWeights, TokenArray, TokenBlock

@@ -62,7 +62,7 @@ def wait_for_lock(
         yield
     finally:
         with suppress(OSError):  # an empty file does no harm
-            if _is_current(lock, path) and not os.fstat(lock).st_size:
+            if is_current(lock, path) and not os.fstat(lock).st_size:
                 path.unlink(missing_ok=True)
         os.close(lock)
 
@@ -86,12 +86,13 @@ def _take_when_free(path: Path, waiting: Callable[[], None], progress: Callable[
                 ) from None
             time.sleep(POLL_S)
             continue
-        if _is_current(lock, path):
+        if is_current(lock, path):
             return lock
         os.close(lock)  # the holder before us deleted the file between our opening and locking it
 
 
-def _is_current(lock: int, path: Path) -> bool:
+def is_current(lock: int, path: Path) -> bool:
+    """Return whether `path` still names the file that is open as `lock`, so that nobody has deleted it since."""
     try:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:

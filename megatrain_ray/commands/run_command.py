@@ -16,7 +16,7 @@ from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.scratch_folder import scratch_folder
-from megatrain_ray.workers.early_imports import no_collections
+from megatrain_ray.machine.no_collections import no_collections
 
 
 def train(options: Namespace) -> int:

@@ -162,7 +162,7 @@ class GpuWorkerGroup:
         self.wait_ready()
         ready()
         filled = ask_each(self.workers, "fill", None, None)  # loads nothing: nothing lives on the device
-        self.all_of(ask_each(self.workers, "build"), "did not build its engine")
+        self.wait_built(ask_each(self.workers, "build"))
         for call in filled:
             answer("a GPU worker was not filled", call, self._check)
         try:
@@ -180,7 +180,12 @@ class GpuWorkerGroup:
             [call] = ask_each([worker], method, progress())
             self._until_all({call: f"the {worker.name} {late}"}, STEP_DEADLINE_S)
 
-    def all_of(self, calls: Sequence[Any], late: str) -> None:
-        """Wait for calls of all GPU workers at once, so a death is noticed even while another waits for the dead."""
+    def wait_built(self, calls: Sequence[Any]) -> None:
+        """Wait until all GPU workers have built their engines.
+
+        Waits for all at once, so a death is noticed even while another waits for the dead.
+        """
         named = zip(self.workers, calls, strict=True)
-        self._until_all({call: f"the {worker.name} {late}" for worker, call in named}, STEP_DEADLINE_S)
+        self._until_all(
+            {call: f"the {worker.name} did not build its engine" for worker, call in named}, STEP_DEADLINE_S
+        )

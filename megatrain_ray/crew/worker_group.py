@@ -159,7 +159,7 @@ class WorkerGroup(Supervisor):
 
         progress: returns where training stands at that moment.
         """
-        self.group.all_of(self._building, "did not build its engine")
+        self.group.wait_built(self._building)
         self.group.begin("start", progress, "did not start its engine")
         for shard in self._shards:
             shard.assign(lambda actor: actor.run.remote(self._newest_save), serves=True)

@@ -21,12 +21,7 @@ from megatrain_ray.engine.model.images import ImageFeatures
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.files.partial_folder import partial_of
-from megatrain_ray.io.images.feature_files import (
-    FeatureMeta,
-    append_features,
-    finish_features,
-    holds_features,
-)
+from megatrain_ray.io.images.feature_files import FeatureMeta, append_features, finish_features, holds_features
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.cache_pruning import mark_used

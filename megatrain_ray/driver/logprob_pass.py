@@ -21,12 +21,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.tokens.cache_pruning import held, mark_used
-from megatrain_ray.io.tokens.logprob_files import (
-    LogprobWriter,
-    begin_logprobs,
-    begun_logprobs,
-    holds_logprobs,
-)
+from megatrain_ray.io.tokens.logprob_files import LogprobWriter, begin_logprobs, begun_logprobs, holds_logprobs
 from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.io.tokens.token_cache import key_of, locked_folder, new_folder
 from megatrain_ray.io.tokens.token_files import derived_provenance, read_meta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.progress import LineView, describe_split, make_progress
+from megatrain_ray.console.stall_watch import StallWatch
 from megatrain_ray.crew.gpu_worker_group import PreparedSteps
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.worker_group import WorkerGroup
@@ -23,8 +23,7 @@ from megatrain_ray.driver.run_saves import RunSaves
 from megatrain_ray.driver.running_evaluation import RunningEvaluation
 from megatrain_ray.driver.start_processes import start_processes
 from megatrain_ray.driver.tracing import Tracing
-from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
-from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError, SamplingError
+from megatrain_ray.errors import InterruptedRunError, LostDeviceError, MegatrainError, SamplingError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
@@ -42,33 +41,6 @@ log = logging.getLogger(__name__)
 NOTICE_S = 10.0  # seconds within which Ray notices that a node is gone, after it has missed a process there
 TOKEN_DEADLINE_S = 10.0  # a guess: seconds for which all weights may stream for one token of a batch
 POLL_S = 0.2  # seconds between two checks whether the run was interrupted
-SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints what it waits for
-
-
-class StallWatch:
-    """Measures how long nothing has ended."""
-
-    def __init__(self, current_phase: Callable[[], str]) -> None:
-        """Begin to measure. `current_phase`: returns what the GPU worker is doing."""
-        self._current_phase = current_phase
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to measure anew, since something has ended."""
-        self._since_s = self._reported_s = time.monotonic()
-
-    def check(self, awaited: str, more_s: float) -> None:
-        """Print what is awaited if nothing has ended for SILENCE_S seconds, and again after as long.
-
-        Raises DeadlineError if nothing has ended for STEP_DEADLINE_S + `more_s` seconds.
-        """
-        now_s = time.monotonic()
-        if now_s - self._reported_s > SILENCE_S:
-            self._reported_s = now_s
-            say(f"still waiting for {awaited}: {self._current_phase()}")
-        limit_s = STEP_DEADLINE_S + more_s
-        if now_s - self._since_s > limit_s:
-            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {self._current_phase()}")
 
 
 class Session:

@@ -21,13 +21,7 @@ from megatrain_ray.io.checkpoints.weight_map import WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import FILE_NAMES, TEMPLATE_NAMES
-from megatrain_ray.model.architecture import (
-    Architecture,
-    base_prefix,
-    checkpoint_names,
-    is_known,
-    known_names,
-)
+from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known, known_names
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import open_model, read_model
 from megatrain_ray.model.untrained_tensors import untrained_tensors

@@ -27,12 +27,7 @@ from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
 from megatrain_ray.io.checkpoints.leftovers import PATTERNS, Leftovers, find_leftovers
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME as ADAPTER_NAME
 from megatrain_ray.io.checkpoints.peft_adapter import WEIGHTS_NAME, AdapterFolder
-from megatrain_ray.io.checkpoints.safetensors_folder import (
-    WeightFolder,
-    equal_values,
-    fetch_weights,
-    weight_files,
-)
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder, equal_values, fetch_weights, weight_files
 from megatrain_ray.io.checkpoints.weight_map import MappedWeights, WeightMap
 from megatrain_ray.model.architecture import REWARD_HEAD, Architecture, known_names
 from megatrain_ray.model.positions import positions_of

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +32,7 @@ from megatrain_ray.io.images.feature_files import NO_FEATURES, FeatureFolders
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.machine.machine import machine_of
+from megatrain_ray.machine.no_collections import no_collections
 from megatrain_ray.model.discover_model import compiles, discover_with_attention
 from megatrain_ray.model.flop_count import active_experts, windows
 from megatrain_ray.model.model_source import ModelSource
@@ -107,7 +106,7 @@ class PlanningProblem:
 
     @cached_property
     def _answer(self) -> Plan | CapacityError:
-        with _uncollected():
+        with no_collections():
             try:
                 return plan_with_compression(self.structure, self.activations, self.machine, self.request)
             except CapacityError as error:
@@ -265,24 +264,17 @@ def _problem_of_parts(
     """
     groups = block_parts if active_experts(source) else 1
     source = replace(source, expert_groups=groups)
-    hardware = config.hardware
-    micro_batch_size, num_micro_batches = config.split()
-    precision = Precision.of(config.train.precision, config.train.moments)
+    hardware, (micro_batch_size, num_micro_batches) = config.hardware, config.split()
     compiled = compiles(config, machine.device)
     discovery = discover_with_attention(
-        config,
-        source,
-        machine.device,
-        compiled=compiled,
-        block_parts=block_parts,
-        trials=trials.setdefault(groups, {}),
+        config, source, machine.device, compiled=compiled, block_parts=block_parts, trials=trials.setdefault(groups, {})
     )
     structure, activations = discovery.structure, discovery.activations
     _log_uncompiled(structure, activations)
     if config.train.steps != 0:  # null: of so many epochs; 0: only an evaluation
         check_tower(config.train.vision, structure)
     request = Request(
-        precision=precision,
+        precision=Precision.of(config.train.precision, config.train.moments),
         round_gradients=config.train.grad_dtype == "bf16",
         clip=config.train.clip is not None,
         micro_batch_size=micro_batch_size,
@@ -331,22 +323,6 @@ def _captured(config: TrainConfig) -> bool | None:
     setting = config.hardware.cuda_graphs
     may_be = config.hardware.num_gpus == 1 and config.train.objective == "sft" and not config.data.images
     return setting if setting != "auto" else None if may_be else False
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable garbage collection in the block.
-
-    Collection traverses all objects that importing PyTorch and Transformers created. That took a quarter of the time of
-    planning 180 layers, which leaves no garbage.
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import is_current
 from megatrain_ray.read_file import regular_file
 
 PRIVATE = 0o700  # mode of a run's directory: only its owner can reach the files in it, whatever their modes
@@ -95,7 +96,7 @@ def _open_and_lock(lock: Path) -> int:
                 has_waited = True
                 time.sleep(GLANCE_S)  # the holder may be a process that only looks
                 continue
-            if not _is_current(file, lock):  # its owner removed the file before we locked it
+            if not is_current(file, lock):  # its owner removed the file before we locked it
                 continue
             if not LOCK_LINE.fullmatch(os.pread(file, 512, 0)):
                 raise ConfigError(f"run_dir: {lock} is no lock of a run: move it away, or choose another run_dir")
@@ -107,13 +108,6 @@ def _open_and_lock(lock: Path) -> int:
 
 def _holder(file: int) -> str:
     return os.pread(file, 128, 0).decode(errors="replace").strip() or "unknown"
-
-
-def _is_current(file: int, lock: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), lock.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _remove_empty(folders: list[Path]) -> None:
