@@ -276,9 +276,10 @@ class Trainer:
         if self._tower:
             source = read_model(self._tower)
         identity = identity_of(None, run.config.model_copy(update={"model": self._tower or run.config.model}))
-        folders = (*data.training, *held_out)
+        training = data.training if run.config.train.steps else ()  # an evaluation has no steps
+        folders = (*training, *held_out)
         found = find_features(run.config, source, identity, folders, machine.device, run.path, startup)
-        return FeatureFolders(*(tuple(found[folder] for folder in part) for part in (data.training, held_out)))
+        return FeatureFolders(*(tuple(found[folder] for folder in part) for part in (training, held_out)))
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatrain_ray import trainer
 from megatrain_ray.commands import evaluate
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
@@ -66,6 +68,25 @@ def test_features_of_images_are_made_by_the_model_that_a_run_began_with(tmp_path
         write_config(tmp_path / "config.yaml", tree)
         assert getattr(tower_of(str(tmp_path)), "path", None) == path
     assert tower_of(str(model)) is tower_of(None) is None
+
+
+def test_an_evaluation_needs_features_of_held_out_images_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(
+        config: TrainConfig, source: Any, identity: Any, folders: tuple[Path, ...], *rest: Any
+    ) -> dict[Path, Path]:
+        return {folder: folder / "features" for folder in folders}
+
+    monkeypatch.setattr(trainer, "find_features", find)
+    monkeypatch.setattr(trainer, "identity_of", lambda name, settings: None)
+    training, held_out = tmp_path / "training", tmp_path / "held_out"
+    data, machine = SimpleNamespace(training=(training,), held_out=(held_out,)), SimpleNamespace(device="cpu")
+    tree = config(tmp_path, {"model_type": "gpt2"}, data__eval_path="held", eval_every=1)
+    tree["data"] |= {"kind": "sft", "images": True, "tokenizer": "t"}
+    for tree["train"]["steps"], expected in ((0, ()), (1, (training / "features",))):
+        made = trainer.Trainer(args=tree)
+        run: Any = SimpleNamespace(config=made.config, path=tmp_path)
+        found = made._features(run, None, data, machine, None)  # type: ignore[arg-type]
+        assert found == (expected, (held_out / "features",))
 
 
 def test_adapters_in_a_vision_tower_stay_there_whatever_the_configuration_trains(tmp_path: Path) -> None:

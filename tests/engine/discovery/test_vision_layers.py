@@ -67,7 +67,8 @@ def test_pixels_and_masks_of_all_patches_count_as_images() -> None:
     patches = 4 * 64
     angles, pixels, mask = 2 * patches * 32, patches * 3 * 14 * 14, patches * patches
     size = 2 * 8  # of the image, as integers
-    assert activations.images == 4 * (64 * 32 + angles + pixels + mask) + size
+    places = 2 * 8 * patches  # with Transformers 5.17 each layer gets them, too
+    assert activations.images - 4 * (64 * 32 + angles + pixels + mask) - size in (0, places)
 
 
 def test_sizes_that_follow_from_known_values_are_true() -> None:
