@@ -129,38 +129,46 @@ def find_or_make(
     }  # fmt: skip
     names = dict(_named(config, data))
     made_of = {tokens: derived_provenance(tokens, "tokens", settings, model.files) for tokens in names}
-    found: dict[Path, Path] = {}
-    with spinner("checking log-probabilities"):
-        for tokens, provenance in made_of.items():
-            folder = tokens.with_name(key_of(provenance))
-            if holds_logprobs(folder):  # the cache may be read-only
-                found[tokens] = folder
-    missing = [tokens for tokens in names if tokens not in found]
-    if missing:
+    beside = {tokens: tokens.with_name(key_of(provenance)) for tokens, provenance in made_of.items()}
+    with spinner("checking log-probabilities"):  # the cache may be read-only
+        found = {tokens: folder for tokens, folder in beside.items() if holds_logprobs(folder)}
+    if missing := [tokens for tokens in names if tokens not in found]:
+        evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
+        scored = LogprobPass(data._replace(held_out=evaluated), names, mismatched, teacher)
         with writable_cache(run_dir) as root:
             made = {tokens: root / key_of(made_of[tokens]) for tokens in missing}
-            evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
-            scored = LogprobPass(data._replace(held_out=evaluated), names, mismatched, teacher)
             if scored.record is not None:
                 _check_room(root, [tokens for tokens in missing if not made[tokens].exists()], scored.record)
-            with ExitStack() as stack:
-                begun = [
-                    stack.enter_context(_begun(config.data, scored, tokens, made[tokens], made_of[tokens]))
-                    for tokens in sorted(missing, key=made.__getitem__)  # in one order, whoever takes the locks
-                ]
-                if scored.writers:
-                    make(scored)
-                metas = [writer.finish() for writer in filter(None, begun)]
-                if teacher is not None and metas:
-                    num_targets = max(1, sum(meta.num_targets for meta in metas))
-                    known = sum(meta.known * meta.num_targets for meta in metas) / num_targets
-                    say(f"the {teacher.num_ids} likeliest tokens have {known:.2%} of the teacher's probability")
-            found |= made
+            _make_all(config.data, scored, made, made_of, make)
+        found |= made
     for folder in found.values():
         mark_used(folder)
     return LogprobFolders(
         tuple(found[tokens] for tokens in data.training), tuple(found[tokens] for tokens in data.held_out or ())
     )
+
+
+def _make_all(
+    data: DataConfig, scored: LogprobPass, made: Mapping[Path, Path], made_of: Mapping[Path, Mapping[str, Any]],
+    make: Callable[[LogprobPass], None],
+) -> None:  # fmt: skip
+    """Fill folders with log-probabilities by a pass, unless other processes have made all of them meanwhile.
+
+    made: each folder by its folder of tokens.
+    made_of: what each is made of, by its folder of tokens.
+    """
+    with ExitStack() as stack:
+        begun = [
+            stack.enter_context(_begun(data, scored, tokens, made[tokens], made_of[tokens]))
+            for tokens in sorted(made, key=made.__getitem__)  # in one order, whoever takes the locks
+        ]
+        if scored.writers:
+            make(scored)
+        metas = [writer.finish() for writer in filter(None, begun)]
+        if scored.teacher is not None and metas:
+            num_targets = max(1, sum(meta.num_targets for meta in metas))
+            known = sum(meta.known * meta.num_targets for meta in metas) / num_targets
+            say(f"the {scored.teacher.num_ids} likeliest tokens have {known:.2%} of the teacher's probability")
 
 
 @contextmanager

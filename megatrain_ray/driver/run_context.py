@@ -52,9 +52,8 @@ class RunContext:
     callbacks: Callbacks = field(default_factory=Callbacks)
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda context, crew: None
-    logprobs: tuple[
-        Path, ...
-    ] = ()  # folders of a reference's log-probabilities, as many as of tokens; none: no reference
+    # Folders of a reference's log-probabilities, as many as of tokens; none: no reference.
+    logprobs: tuple[Path, ...] = ()
     rollouts: RunRollouts | None = None  # if the run answers its prompts itself
     mirror: SaveMirror | None = None  # of the saves
     keep: Keep = lambda batches, index, loss: None  # of every evaluation

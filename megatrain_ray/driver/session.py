@@ -66,9 +66,8 @@ class Session:
         self._last_applied = step  # the newest step that was not skipped
         self._last_row: dict[str, Any] = {}
         self._under_way: list[Any] = []  # calls of the steps that were submitted and have not ended
-        self._held_out = (
-            context.held_out.open() if context.held_out else None
-        )  # opened once: packing chats takes a while
+        # Opened once: packing chats takes a while.
+        self._held_out = context.held_out.open() if context.held_out else None
         self._evaluation: RunningEvaluation | None = None
         self._rollouts: RunningRollouts | None = None
         self._is_evaluation = False  # whether `_rollouts` answers held-out prompts
