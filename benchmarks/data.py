@@ -30,8 +30,8 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.batching.windows import cut
-from megatrain_ray.io.tokens.token_files import open_corpus
 
 SHAKESPEARE = Path(__file__).parent.parent / "examples" / "data" / "tinyshakespeare.txt"
 END = "<|endoftext|>"

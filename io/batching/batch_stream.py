@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import Batch, BatchKind, assemble, divided
+from megatrain_ray.io.batching.corpus import Fingerprint
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
-from megatrain_ray.io.tokens.token_files import Fingerprint
 
 MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
 

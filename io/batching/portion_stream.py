@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.batching.batch import Batch, BatchKind, assemble
 from megatrain_ray.io.batching.batch_stream import MOST_EPOCHS, BatchStream, permutation
+from megatrain_ray.io.batching.corpus import Fingerprint
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 from megatrain_ray.io.batching.windows import PackedWindows, Rows, SpanWindows, Windows
-from megatrain_ray.io.tokens.token_files import Fingerprint
 
 NUM_UPCOMING = 2  # portions to have on disk: that which is drawn from, and the one after it
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, NothingToLearnError
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.tokens.image_files import IMAGE
 from megatrain_ray.io.tokens.mapped_file import values_at
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, Corpus, LossWeights
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 

@@ -22,10 +22,11 @@ from megatrain_ray.data.open_streams import open_streams
 from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.tokens.image_files import IMAGE
-from megatrain_ray.io.tokens.token_files import ADVANTAGE, Corpus, TokenArray, read_meta
+from megatrain_ray.io.tokens.token_files import ADVANTAGE, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import check_length

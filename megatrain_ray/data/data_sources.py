@@ -12,9 +12,10 @@ from pathlib import Path
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.logprob_files import open_logprobs
-from megatrain_ray.io.tokens.token_files import open_corpus, read_meta
+from megatrain_ray.io.tokens.token_files import read_meta
 
 
 def sources_of(data: DataConfig) -> dict[str, tuple[Source, ...]]:

@@ -21,11 +21,11 @@ from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream, rows_
 from megatrain_ray.errors import ConfigError, NotPreparedError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.portion_stream import Portions, PortionStream, stream_of
 from megatrain_ray.io.batching.windows import Windows
-from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from megatrain_ray.data.data_sources import cut_source
 from megatrain_ray.data.stream_folder import FETCHED_NAME, PortionId, StreamFolder, bytes_below
 from megatrain_ray.data.tokenize_data import recipe_of
 from megatrain_ray.errors import ConfigError, NothingToLearnError
+from megatrain_ray.io.batching.corpus import Fingerprint
 from megatrain_ray.io.batching.portion_stream import PortionFacts
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder, has_mark, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.records.stream_files import RETRY_WAITS_S, fetch
 from megatrain_ray.io.tokens.token_cache import provenance_of, write_tokens
-from megatrain_ray.io.tokens.token_files import Fingerprint, read_meta
+from megatrain_ray.io.tokens.token_files import read_meta
 
 
 def make_portion(

@@ -13,6 +13,7 @@ from megatrain_ray.config.values import listed
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import permutation
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.encode_chats import with_ends_of
 from megatrain_ray.io.chat.template_ending import last_mark, text_after_answer
@@ -21,7 +22,6 @@ from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.records.read_records import as_mapping, as_written
 from megatrain_ray.io.rollouts.encode_prompts import PROMPT, asked_of
-from megatrain_ray.io.tokens.token_files import Corpus
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 

@@ -13,10 +13,11 @@ from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.batching.windows import cut
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.file_identity import file_identity
-from megatrain_ray.io.tokens.token_files import META_NAME, OLD_LOGPROBS, REFERENCE_LOGPROBS, Corpus
+from megatrain_ray.io.tokens.token_files import META_NAME, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from megatrain_ray.read_file import parse_json
 
 

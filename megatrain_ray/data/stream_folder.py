@@ -13,13 +13,14 @@ from typing import Any
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_sources import cut_source
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.batching.corpus import Fingerprint
 from megatrain_ray.io.batching.portion_stream import PortionFacts
 from megatrain_ray.io.batching.windows import Windows
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder, has_mark, is_free, remove_owned, why_not_owned
 from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.records.stream_files import StreamFile, listing_of
-from megatrain_ray.io.tokens.token_files import META_NAME, Fingerprint
+from megatrain_ray.io.tokens.token_files import META_NAME
 from megatrain_ray.read_file import parse_json
 from megatrain_ray.units import format_bytes
 

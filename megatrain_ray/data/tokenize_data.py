@@ -18,6 +18,7 @@ from megatrain_ray.data.data_sources import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import with_ends_of
@@ -36,7 +37,7 @@ from megatrain_ray.io.rollouts.encode_rollouts import RolloutRecipe
 from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
-from megatrain_ray.io.tokens.token_files import open_corpus, read_meta
+from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.io.tokens.tokenizer import (
     ByteTokenizer,
     FolderTokenizer,

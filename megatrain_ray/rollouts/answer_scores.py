@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.rollout_stream import rows_of_answers
-from megatrain_ray.io.tokens.token_files import Corpus, Fingerprint
+from megatrain_ray.io.batching.corpus import Corpus, Fingerprint
 
 
 class SampledAnswer(NamedTuple):

@@ -21,10 +21,10 @@ from megatrain_ray.data.rollout_stream import RolloutFiles, compared_logprobs
 from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts
 from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned
-from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.rollouts.answer_scores import SampledAnswer

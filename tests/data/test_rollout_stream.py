@@ -14,7 +14,7 @@ from megatrain_ray.data.prompts import Prompts
 from megatrain_ray.data.rollout_stream import RolloutFiles
 from megatrain_ray.data.tokenize_data import tokenize, tokenize_rollouts
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.tokens.token_files import open_corpus
+from megatrain_ray.io.batching.corpus import open_corpus
 
 NUM_PROMPTS, GROUP, STEPS, VOCAB = 3, 2, 2, 257
 

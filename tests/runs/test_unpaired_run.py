@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.io.batching.corpus import Corpus, open_corpus
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME
-from megatrain_ray.io.tokens.token_files import Corpus, open_corpus
 from megatrain_ray.start_of_run import tokenize_all
 from megatrain_ray.trainer import compute_logprobs
 from tests.support.in_process import Train

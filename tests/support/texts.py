@@ -10,7 +10,7 @@ import numpy as np
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.tokenize_data import tokenize
-from megatrain_ray.io.tokens.token_files import Corpus, Fingerprint
+from megatrain_ray.io.batching.corpus import Corpus, Fingerprint
 
 END = 256
 

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.batching.windows import cut
-from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import corpus_of
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.batching.corpus import Fingerprint
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.portion_stream import PortionFacts, PortionStream, stream_of
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
-from megatrain_ray.io.tokens.token_files import Fingerprint
 from tests.support.texts import corpus_of
 
 SIZES = (5, 0, 3, 7)  # windows of each portion

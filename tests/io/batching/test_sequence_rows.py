@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from megatrain_ray.io.batching.batch import Batch, assemble
 from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.corpus import Corpus
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut, first_fit
-from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import corpus_of
 
 SEQ_LEN = 7

@@ -16,11 +16,12 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.tokens.token_cache import find_tokens, key_of, make_tokens, provenance_of
-from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
+from megatrain_ray.io.tokens.token_files import TokenMeta
 from tests.support.texts import tokens_of
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '#' if m.role == 'assistant' else ':' }}{% endfor %}"  # Q:A#

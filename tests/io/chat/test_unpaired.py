@@ -14,11 +14,12 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import check_prompts, open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import LABELS
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.preferences import UnpairedLayout
 from megatrain_ray.io.records.read_records import RecordError, read_records
-from megatrain_ray.io.tokens.token_files import open_corpus, read_meta
+from megatrain_ray.io.tokens.token_files import read_meta
 from tests.io.chat.test_chat_records import said
 from tests.io.chat.test_preferences import ASKED, HISTORY, PLAIN, PROMPT, SHAREGPT
 from tests.support.texts import tokens_of

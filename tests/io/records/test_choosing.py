@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import count_data, open_stream
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.records.choose_records import RecordChoice, RecordChooser
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.records.record_location import RecordLocation
-from megatrain_ray.io.tokens.token_files import open_corpus
 from tests.support.texts import tokens_of
 
 RECORDS = st.lists(st.dictionaries(st.sampled_from("ab"), st.integers(0, 50) | st.text(max_size=3)), max_size=30)

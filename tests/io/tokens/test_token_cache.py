@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens import tokenizer as tokenizer_module
@@ -33,7 +34,7 @@ from megatrain_ray.io.tokens.token_cache import (
     make_tokens,
     provenance_of,
 )
-from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
+from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, read_meta
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.saves import flip
