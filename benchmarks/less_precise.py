@@ -64,13 +64,9 @@ class Nearest(TorchBlocks):
         super().__init__(num_threads, hyper)
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         wide = [part._replace(state=part.state._replace(m=part.state.m.float(), v=_wide(part))) for part in parts]
         super().update(wide, gradient, params, None, directions)
         for part, updated in zip(parts, wide, strict=True):

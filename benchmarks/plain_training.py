@@ -64,14 +64,9 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def train_plain(
-    config: TrainConfig,
-    source: ModelSource,
-    structure: ModelStructure,
-    initial: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    grouping: Grouping,
-    device: Device,
-) -> Numbers:
+    config: TrainConfig, source: ModelSource, structure: ModelStructure, initial: Mapping[str, Tensor],
+    batches: Sequence[Batch], grouping: Grouping, device: Device,
+) -> Numbers:  # fmt: skip
     """Train with one batch for each update; return losses and gradient norms.
 
     initial: FP32 values of the parameters by name, 1-D.
@@ -131,12 +126,9 @@ def _set_weights(parameters: Mapping[str, nn.Parameter], masters: Mapping[str, n
 
 
 def _gradients(
-    model: Any,
-    parameters: Mapping[str, nn.Parameter],
-    masters: Mapping[str, nn.Parameter],
-    batch: Batch,
+    model: Any, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter], batch: Batch,
     micro_batch_size: int,
-) -> float:
+) -> float:  # fmt: skip
     """Add the FP32 gradients of all micro-batches in the masters, in order, and return the loss of the step."""
     losses = []
     for j, micro_batch in enumerate(micro_batches_of(batch, micro_batch_size)):

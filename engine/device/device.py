@@ -88,13 +88,9 @@ class Device(ABC):
         return self._copy(stage, target, source, op, after, end_s)
 
     def copy_all(
-        self,
-        stage: Stage,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        op: Op,
-        after: Sequence[Event],
+        self, stage: Stage, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: Op, after: Sequence[Event],
         end_s: float | None = None,
-    ) -> Event:
+    ) -> Event:  # fmt: skip
         """Submit copies of (target, source) pairs as one operation, and return the event of the last copy.
 
         after: events after which the first copy begins.

@@ -62,21 +62,10 @@ Trials = dict[TrialSetup, TracedModel]
 
 
 def discover(
-    factory: ModelFactory,
-    dtype: torch.dtype,
-    micro_batch_size: int,
-    seq_len: int,
-    rules: ParameterRules = ALL_ALIKE,
-    *,
-    attention: Attention = Attention.SDPA,
-    packed: bool = False,
-    compiled: bool = False,
-    chunked: bool = False,
-    block_parts: int = 1,
-    images: bool = False,
-    tower: bool = False,
-    trials: Trials | None = None,
-) -> tuple[ModelStructure, ActivationBytes]:
+    factory: ModelFactory, dtype: torch.dtype, micro_batch_size: int, seq_len: int, rules: ParameterRules = ALL_ALIKE,
+    *, attention: Attention = Attention.SDPA, packed: bool = False, compiled: bool = False, chunked: bool = False,
+    block_parts: int = 1, images: bool = False, tower: bool = False, trials: Trials | None = None,
+) -> tuple[ModelStructure, ActivationBytes]:  # fmt: skip
     """Discover a model's structure and the bytes of its activations.
 
     Runs a forward of [micro_batch_size, seq_len] ids on fake tensors; two forwards if something is frozen.

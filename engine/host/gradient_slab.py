@@ -133,12 +133,9 @@ class FollowerSlab(Slab):
     """
 
     def __init__(
-        self,
-        slab: torch.Tensor,
-        sizes: Sequence[int],
-        placed_at: Callable[[int, int], int | None],
+        self, slab: torch.Tensor, sizes: Sequence[int], placed_at: Callable[[int, int], int | None],
         check: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Follow the first rank's leases in `slab`.
 
         slab: everything in which leases count, 1-D uint8.

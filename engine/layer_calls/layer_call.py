@@ -127,14 +127,9 @@ class LayerCall:
         return str(self._spec), tuple(_kind_of(value) for value in self.arguments)
 
     def forward(
-        self,
-        function: Function,
-        parameters: Sequence[torch.Tensor],
-        saving: Saving | None,
-        *,
-        keeps: bool = True,
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None, *, keeps: bool = True,
         settle: Copy | None = None,
-    ) -> Outcome:
+    ) -> Outcome:  # fmt: skip
         """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases that begin graphs.
 
         function: returns the layer's result and the recorded outputs of inner modules.

@@ -128,16 +128,10 @@ def chunk_sums(
 
 
 def chunked_loss(
-    sums_of_chunk: Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]],
-    hidden: torch.Tensor,
-    targets: Targets,
-    parameters: Sequence[torch.Tensor],
-    *,
-    chunk_tokens: int,
-    total_weight: float | torch.Tensor,
-    add: Add = _add,
-    into: Sequence[OpenSum | None] = (),
-) -> LossResult:
+    sums_of_chunk: Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]], hidden: torch.Tensor,
+    targets: Targets, parameters: Sequence[torch.Tensor], *, chunk_tokens: int, total_weight: float | torch.Tensor,
+    add: Add = _add, into: Sequence[OpenSum | None] = (),
+) -> LossResult:  # fmt: skip
     """Return the weighted sum of the objective over supervised tokens ÷ `total_weight`, and its gradients.
 
     With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and rounded once. With

@@ -120,12 +120,9 @@ class _Group(nn.Module):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(
-        self,
-        rows: Tensor,
-        experts: Tensor,
-        picked: Tensor | None = None,
+        self, rows: Tensor, experts: Tensor, picked: Tensor | None = None,
         ending: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return the experts' outputs for their rows [T × K, D], and zeros for rows of other groups.
 
         The first group gets `picked` and also returns the rows. So the rows' gradients are added up within a call, at

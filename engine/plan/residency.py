@@ -135,11 +135,9 @@ def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[Fra
 
 
 def plan_residency(
-    visits: Sequence[Sequence[FragmentId]],
-    fragment_bytes: Mapping[FragmentId, int],
-    fragment_group: Mapping[FragmentId, str],
-    slots: Sequence[SlotSpec],
-) -> Residency:
+    visits: Sequence[Sequence[FragmentId]], fragment_bytes: Mapping[FragmentId, int],
+    fragment_group: Mapping[FragmentId, str], slots: Sequence[SlotSpec],
+) -> Residency:  # fmt: skip
     """Simulate the visits of one step, and return the loads and what is in which slot. Pure.
 
     visits: the fragments that each visit needs.

@@ -51,12 +51,9 @@ class Visit:
 
 
 def visits(
-    num_layers: int,
-    num_micro_batches: int,
-    order: LoopOrder,
-    lowest_trained: int = 0,
+    num_layers: int, num_micro_batches: int, order: LoopOrder, lowest_trained: int = 0,
     replayed: Set[int] = frozenset(),
-) -> tuple[Visit, ...]:
+) -> tuple[Visit, ...]:  # fmt: skip
     """Return all visits of a step in order. Layer 0 is the embedding, `num_layers - 1` the head.
 
     lowest_trained: the layer at which the backward ends.

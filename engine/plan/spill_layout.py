@@ -102,14 +102,9 @@ class SpillLayout:
 
     @staticmethod
     def of(
-        part: ShardLayout,
-        precision: Precision,
-        order: Sequence[int],
-        num_slots: int,
-        extent_elements: int,
-        stored: Set[int] = frozenset(),
-        offload_dtype: torch.dtype = torch.float32,
-    ) -> SpillLayout:
+        part: ShardLayout, precision: Precision, order: Sequence[int], num_slots: int, extent_elements: int,
+        stored: Set[int] = frozenset(), offload_dtype: torch.dtype = torch.float32,
+    ) -> SpillLayout:  # fmt: skip
         """Lay out the blob of one shard.
 
         order: layers in the order in which updates visit them, including those that do not spill.
@@ -237,13 +232,9 @@ Kinds = Sequence[tuple[str, torch.dtype]]
 
 
 def _parts(
-    part: ShardLayout,
-    precision: Precision,
-    layer: int,
-    extent_elements: int,
-    stored: Set[int],
+    part: ShardLayout, precision: Precision, layer: int, extent_elements: int, stored: Set[int],
     offload_dtype: torch.dtype,
-) -> Iterator[tuple[ElementRange, Kinds]]:
+) -> Iterator[tuple[ElementRange, Kinds]]:  # fmt: skip
     """Yield the elements and the kinds of each extent of a layer, in the order of an update."""
     if not part.spans[layer].size or layer not in part.spilled | stored:
         return

@@ -53,16 +53,9 @@ class StepRunner:
     """Runs steps of one plan. Compute thread only."""
 
     def __init__(
-        self,
-        plan: Plan,
-        device: Device,
-        model: BoundModel,
-        source: LayerSource,
-        step_loss: StepLoss,
-        gradients: GradientAccumulator,
-        ranks: Ranks,
-        hooks: Sequence[StepHooks] = (),
-    ) -> None:
+        self, plan: Plan, device: Device, model: BoundModel, source: LayerSource, step_loss: StepLoss,
+        gradients: GradientAccumulator, ranks: Ranks, hooks: Sequence[StepHooks] = (),
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._device = device
         self._model = model

@@ -72,14 +72,9 @@ def _copy(folder: WeightFolder, name: str, dtype: torch.dtype) -> Iterator[memor
 
 
 def write_model_folder(
-    out_dir: Path,
-    tensors: Sequence[ExportTensor],
-    dtype: ExportDtype,
-    config: Mapping[str, Any],
-    generation_config: Mapping[str, Any] | None = None,
-    file_bytes: int = FILE_BYTES,
-    copies: Sequence[Path] = (),
-) -> None:
+    out_dir: Path, tensors: Sequence[ExportTensor], dtype: ExportDtype, config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES, copies: Sequence[Path] = (),
+) -> None:  # fmt: skip
     """Write config.json, the weights, their index if there are several files, and copies of other files.
 
     file_bytes: size of a weight file at most; a larger tensor has a file of its own.
@@ -105,11 +100,9 @@ def write_model_folder(
 
 
 def write_folder(
-    out_dir: Path,
-    settings: Mapping[str, Mapping[str, Any]],
-    weights: Mapping[str, Sequence[ExportTensor]],
+    out_dir: Path, settings: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Sequence[ExportTensor]],
     copies: Sequence[Path] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Write JSON files and safetensors files by name, and copies of files and folders. Raises as write_model_folder."""
     with complete_or_absent(out_dir) as folder:
         for name, values in settings.items():

@@ -92,13 +92,9 @@ def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
 
 
 async def write_part(
-    folder: Path,
-    part: int,
-    pieces: Iterable[Piece],
-    done: Callable[[Piece], None] = lambda part: None,
-    compression: SaveCompression = "none",
-    spans: SpanLog | None = None,
-) -> PartManifest:
+    folder: Path, part: int, pieces: Iterable[Piece], done: Callable[[Piece], None] = lambda part: None,
+    compression: SaveCompression = "none", spans: SpanLog | None = None,
+) -> PartManifest:  # fmt: skip
     """Write one shard's pieces into the folder of `prepare_save`, as `write_blobs` does.
 
     Raises MegatrainError, or DiskFullError if there is no room.

@@ -90,13 +90,9 @@ class Piece(NamedTuple):
 
 
 async def write_blobs(
-    store: SaveStore,
-    part: int,
-    pieces: Iterable[Piece],
-    done: Callable[[Piece], None] = lambda part: None,
-    compression: SaveCompression = "none",
-    spans: SpanLog | None = None,
-) -> PartManifest:
+    store: SaveStore, part: int, pieces: Iterable[Piece], done: Callable[[Piece], None] = lambda part: None,
+    compression: SaveCompression = "none", spans: SpanLog | None = None,
+) -> PartManifest:  # fmt: skip
     """Write one blob for each kind of state. They are durable on return.
 
     Raises NonFiniteStateError, MegatrainError, and what `pieces` raises.

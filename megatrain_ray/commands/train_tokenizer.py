@@ -26,14 +26,9 @@ OPTIONS = {
 
 
 def train_tokenizer(
-    paths: Sequence[str],
-    out_dir: Path,
-    *,
-    vocab_size: int,
-    text_field: str,
-    specials: Sequence[str],
+    paths: Sequence[str], out_dir: Path, *, vocab_size: int, text_field: str, specials: Sequence[str],
     bad_records: Literal["error", "skip"],
-) -> int:
+) -> int:  # fmt: skip
     """Train a tokenizer and write it to a folder that `data.tokenizer` can name.
 
     The folder appears complete or not at all.

@@ -19,17 +19,9 @@ SMALL_RATE = 0.1  # times the peak: next to nothing is learned
 
 
 def describe_start(
-    config: TrainConfig,
-    plan: Plan,
-    *,
-    model_type: str,
-    counts: DataCounts,
-    num_held_out: int | None,
-    num_made: int,
-    leftovers: Leftovers,
-    unreached: Sequence[str] = (),
-    epochs: float | None = None,
-) -> Iterator[str]:
+    config: TrainConfig, plan: Plan, *, model_type: str, counts: DataCounts, num_held_out: int | None, num_made: int,
+    leftovers: Leftovers, unreached: Sequence[str] = (), epochs: float | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield five lines: model, data, step, memory and time. Without steps (an evaluation): model and memory.
 
     If the model's folder holds something beyond the model, if no gradient reaches a part of it, or if train.epochs are

@@ -63,14 +63,9 @@ class _FeatureNotes:
 
 
 def find_features(
-    config: TrainConfig,
-    source: ModelSource,
-    identity: tuple[Mapping[str, Any], list[Any]],
-    tokens: Sequence[Path],
-    device: str,
-    run_dir: Path,
-    startup: Startup,
-) -> dict[Path, Path]:
+    config: TrainConfig, source: ModelSource, identity: tuple[Mapping[str, Any], list[Any]], tokens: Sequence[Path],
+    device: str, run_dir: Path, startup: Startup,
+) -> dict[Path, Path]:  # fmt: skip
     """Return for each folder of tokens that of the features of its images, made if it is missing.
 
     They lie where tokens are cached, or else in `run_dir`.

@@ -25,18 +25,9 @@ from megatrain_ray.model.architecture import REWARD_CLASS
 
 
 def export_merged(
-    save_folder: Path,
-    manifest: Manifest,
-    out_dir: Path,
-    dtype: ExportDtype | None,
-    lora: LoraConfig,
-    model: nn.Module,
-    base: WeightSource,
-    *,
-    names: WeightMap,
-    rest: Sequence[ExportTensor],
-    copies: Sequence[Path],
-) -> None:
+    save_folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None, lora: LoraConfig, model: nn.Module,
+    base: WeightSource, *, names: WeightMap, rest: Sequence[ExportTensor], copies: Sequence[Path],
+) -> None:  # fmt: skip
     """Write the model with the adapters merged into its weights as an ordinary Hugging Face folder.
 
     model: the model without LoRA pairs, on the meta device.
@@ -57,15 +48,9 @@ def export_merged(
 
 
 def export_adapter(
-    save_folder: Path,
-    manifest: Manifest,
-    out_dir: Path,
-    dtype: ExportDtype | None,
-    lora: LoraConfig,
-    model: nn.Module,
-    base: ModelConfig,
-    copies: Sequence[Path],
-) -> None:
+    save_folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None, lora: LoraConfig, model: nn.Module,
+    base: ModelConfig, copies: Sequence[Path],
+) -> None:  # fmt: skip
     """Write the adapters, and whole parameters that were trained with them, as a folder that peft loads.
 
     base: settings of the base model, to which adapter_config.json refers.

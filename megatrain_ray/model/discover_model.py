@@ -98,19 +98,10 @@ def discover_with_attention(
 
 
 def _find(
-    source: ModelSource,
-    shape: tuple[torch.dtype, int, int],
-    rules: ParameterRules,
-    trials: Trials,
-    *,
-    attention: Attention = Attention.SDPA,
-    packed: bool = False,
-    compiled: bool = False,
-    chunked: bool = False,
-    images: bool = False,
-    tower: bool = False,
-    block_parts: int = 1,
-) -> tuple[ModelStructure, ActivationBytes]:
+    source: ModelSource, shape: tuple[torch.dtype, int, int], rules: ParameterRules, trials: Trials, *,
+    attention: Attention = Attention.SDPA, packed: bool = False, compiled: bool = False, chunked: bool = False,
+    images: bool = False, tower: bool = False, block_parts: int = 1,
+) -> tuple[ModelStructure, ActivationBytes]:  # fmt: skip
     """Run `discover`, taking the trials of compiled layers from the cache if it has them."""
     how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked, "images": images}
     how |= {"tower": tower}

@@ -45,13 +45,9 @@ KERNEL_BYTES = 64 << 20
 
 
 def base_plan(
-    structure: ModelStructure,
-    layout: ModelLayout,
-    machine: Machine,
-    request: Request,
-    candidate: Candidate,
+    structure: ModelStructure, layout: ModelLayout, machine: Machine, request: Request, candidate: Candidate,
     gradients: GradientPlacement,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return a candidate's plan without what depends on activations or on the disk.
 
     It lacks layers, rows, the tokens of a chunk of the loss, and everything that follows from what is on disk.

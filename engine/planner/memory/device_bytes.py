@@ -59,12 +59,8 @@ class ActivationRows(NamedTuple):
 
 
 def device_memory_items(
-    plan: Plan,
-    structure: ModelStructure,
-    layout: ModelLayout,
-    activations: ActivationBytes,
-    objective: ObjectiveBytes,
-) -> Iterator[MemoryItem]:
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, objective: ObjectiveBytes,
+) -> Iterator[MemoryItem]:  # fmt: skip
     """Return all rows of a plan's device memory.
 
     plan: complete but for its rows.
@@ -96,12 +92,8 @@ def slot_rows(plan: Plan) -> dict[str, Row]:
 
 
 def activation_rows(
-    plan: Plan,
-    structure: ModelStructure,
-    layout: ModelLayout,
-    activations: ActivationBytes,
-    objective: ObjectiveBytes,
-) -> ActivationRows:
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, objective: ObjectiveBytes,
+) -> ActivationRows:  # fmt: skip
     """Return the rows of activations and of the memory that computing takes.
 
     plan: complete but for its rows.

@@ -65,11 +65,9 @@ class Filling:
             yield self._candidate(count, num_offloading=self.builder.num_blocks)
 
     def candidates(
-        self,
-        may_be_chosen: Callable[[Candidate], bool],
-        may_spill: Callable[[int], bool],
+        self, may_be_chosen: Callable[[Candidate], bool], may_spill: Callable[[int], bool],
         leaving_forwards: Callable[[Candidate], float],
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[Candidate]:  # fmt: skip
         """Yield the candidates that fit, the one with the most layers on the device first.
 
         may_be_chosen: returns false for a candidate that takes too long.

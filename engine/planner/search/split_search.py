@@ -30,13 +30,8 @@ class SplitSearch:
     """Tries the candidates of one split one after the other, each only if it may be better than what was found."""
 
     def __init__(
-        self,
-        basis: CostBasis,
-        machine: Machine,
-        request: Request,
-        activations: ActivationBytes,
-        found: SearchResults,
-    ) -> None:
+        self, basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults,
+    ) -> None:  # fmt: skip
         """List the candidates of the split.
 
         request: with the split.
