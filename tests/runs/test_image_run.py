@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -50,7 +51,10 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     assert losses(run_dir) == before
     with train.actors():
         alone = cli_here("eval", str(run_dir))
+        share = ("data.eval_path=null", "data.eval_fraction=0.35")
+        other = cli_here("eval", str(folder), "--config", path, *skipping, *share)
     assert alone.returncode == 0 and "pixels of 3" not in alone.stderr, alone.stderr  # an export needs no new ones
+    assert other.returncode == 0 and re.findall("pixels of .*:", other.stderr) == ["pixels of 1 image:"], other.stderr
 
     data.write_text("".join(json.dumps(record) + "\n" for record in preferences(tmp_path)))
     pairs = ("data.kind=pairs", "data.seq_len=220", "train.objective=dpo", f"run_dir={tmp_path}/dpo", "eval_every=0")
