@@ -54,17 +54,20 @@ class HubFolder:
 
     def add_matching(self, patterns: Sequence[str]) -> None:
         """Fetch the repository's files of these names, as far as the hub can be reached."""
-        from huggingface_hub import snapshot_download
-
         with suppress(ConfigError), explained(self.key, self.repository, "other files"):
-            snapshot_download(self.repository, revision=self.path.name, allow_patterns=list(patterns))
+            self._fetch_matching(patterns)
 
     def add_code(self) -> None:
         """Fetch the repository's Python files. Raises ConfigError."""
+        with explained(self.key, self.repository, "Python code"):
+            self._fetch_matching(["*.py"])
+
+    def _fetch_matching(self, patterns: Sequence[str]) -> None:
         from huggingface_hub import snapshot_download
 
-        with explained(self.key, self.repository, "Python code"):
-            snapshot_download(self.repository, revision=self.path.name, allow_patterns="*.py")
+        revision = self.path.name
+        is_cached = not _is_reached(self.repository, revision)
+        snapshot_download(self.repository, revision=revision, allow_patterns=[*patterns], local_files_only=is_cached)
 
 
 def find_on_hub(name: str, key: str, required: str | Sequence[str], optional: Iterable[str]) -> HubFolder | None:
@@ -112,17 +115,24 @@ def _fetch_one_of(repository: str, revision: str, files: Sequence[str]) -> Path:
 
 
 def _fetch_first(repository: str, revision: str, file: str) -> Path:
-    """Fetch the first file of a repository. This fails at once without a network, where `_fetch` retries for 24 s."""
+    """Fetch the first file of a repository. Raises ConnectionError at once without a network."""
+    if not _is_reached(repository, revision):
+        raise ConnectionError
+    return _fetch(repository, revision, file)
+
+
+def _is_reached(repository: str, revision: str) -> bool:
+    """Return whether the hub answers. Its library asks for files, and for lists of them, again and again for 24 s."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
-    except HfHubHTTPError:
-        raise
-    except Exception as error:  # of the hub's HTTP library, or OSError
-        raise ConnectionError(str(error)) from None
-    return _fetch(repository, revision, file)
+        get_hf_file_metadata(hf_hub_url(repository, "config.json", revision=revision))
+    except HfHubHTTPError:  # an answer, if only that there is no such file
+        return True
+    except Exception:  # of the hub's HTTP library, or OSError
+        return False
+    return True
 
 
 def _fetch(repository: str, revision: str, file: str) -> Path:

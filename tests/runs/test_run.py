@@ -61,10 +61,10 @@ PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, 
         False,
         (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 4, 1),
     ),
-    "some-recomputed": (
+    "layers-outer-without-clipping": (
         {"hardware__num_shards": 2, "hardware__hbm_limit": 1_300_000, "train__clip": None, "train__precision": "bf16"},
         False,
-        (LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.RECOMPUTE, 4, 2),
+        (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 4, 2),
     ),
     "recomputed": (
         {"hardware__num_shards": 2, "hardware__hbm_limit": 1_100_000, "train__clip": None, "train__precision": "bf16"},

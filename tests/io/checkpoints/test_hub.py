@@ -17,6 +17,7 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.checkpoints.hub import HubFolder
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
 from megatrain_ray.model.open_model import open_model, read_model
 from tests.model.test_architecture import with_own_code
@@ -69,15 +70,18 @@ def test_without_network_and_cache_one_message_says_so(cache: Path, name: str) -
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(seconds: float) -> None:
-        raise AssertionError(seconds)
-
+    waits = list[float]()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     template = NOWHERE + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr("time.sleep", wait)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
+    monkeypatch.setattr("time.sleep", waits.append)
     with pytest.raises(ConfigError, match="while the hub cannot be reached: give a local folder"):
         load_tokenizer("models/mistyped")
+    folder = HubFolder("model.path", "owner/own", fill_cache(cache, "owner/own", {"own.py": b""}))
+    folder.add_code()  # it is there
+    folder.add_matching(["*.json"])
+    assert not waits
 
 
 def test_the_command_line_exits_2_without_network_and_cache(
