@@ -123,6 +123,8 @@ class SamplingServer:
                         await asyncio.create_task(self._complete_all(prompts, sampling, found, silence))
                     except _UnavailableError as error:
                         self._problem = str(error)
+                        if silence.expired():  # in the same moment: its cancellation has ended in this error
+                            raise TimeoutError from None
                         await asyncio.sleep(RETRY_S)
                 if self._settings.sleeps:
                     await self._sleep()
@@ -143,7 +145,8 @@ class SamplingServer:
 
         def note_answer() -> None:
             self._problem, self._num_left = "", len(prompts) - len(found)
-            silence.reschedule(now_s() + self._settings.timeout_s)
+            if not silence.expired():
+                silence.reschedule(now_s() + self._settings.timeout_s)
 
         async def complete(number: int) -> None:
             found[number] = await self._complete(prompts[number], sampling)

@@ -175,3 +175,28 @@ def test_a_server_on_the_same_gpu_sleeps_while_the_run_trains(server: StandIn, m
         "/health", "/v1/models", "/wake_up?tags=weights", "/collective_rpc", "/reset_prefix_cache",
         "/wake_up?tags=kv_cache", "/sleep?level=2",
     ]  # fmt: skip
+
+
+def test_a_silence_that_ends_while_the_server_fails_ends_the_sampling(
+    server: StandIn, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cancellation reaches requests that have failed in the same moment, and their failure takes its place."""
+
+    tries = list[None]()
+
+    async def fail_once_cancelled(*_: object) -> None:
+        tries.append(None)
+        assert len(tries) == 1, "it is tried again, and would be for ever"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise sampling_server._UnavailableError("status 500") from None
+
+    monkeypatch.setattr(SamplingServer, "_complete_all", fail_once_cancelled)
+
+    async def run() -> None:
+        async with SamplingServer(settings_of(server, timeout_s=0.5)) as client:
+            await client.sample(PROMPTS, HOT, model)
+
+    with pytest.raises(MegatrainError, match=r"answered nothing for timeout_s: 0\.5, with 6 of 6 .*: status 500"):
+        asyncio.run(run())
