@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatrain_ray.units import format_bytes, format_count, format_duration, for
 SHOWN_WAITS = 3
 LAST_STEPS = 10  # steps at a run's end whose losses are compared with the first one
 CLEAR_RISE = 1.1  # times the first loss: batches differ by less
+LEAST_RISE = 0.001  # beyond that: below, losses of 0 differ by rounding
 
 
 def summarize(
@@ -40,9 +42,9 @@ def summarize(
     if harm := harm if evaluations else _describe_rise(rows):
         yield f"warning   {harm}; a lower train.lr may help"
     if has_save and (rows or evaluations):
-        asked = "--chat" if chats else '"PROMPT"'
-        first = f"megatrain generate {run_dir} {asked}, " if generates else ""
-        yield f"next      {first}megatrain export {run_dir} OUT_DIR"
+        asked, named = "--chat" if chats else '"PROMPT"', shlex.quote(str(run_dir))
+        first = f"megatrain generate {named} {asked}, " if generates else ""
+        yield f"next      {first}megatrain export {named} OUT_DIR"
     if evaluations and best_save not in (None, evaluations[-1]["step"]):
         yield f"          with --best: the save of step {best_save}, the least eval_loss of those that are saved"
 
@@ -92,7 +94,7 @@ def _describe_rise(rows: Rows) -> str | None:
         return None
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     last = losses[-min(LAST_STEPS, len(losses) // 2) :]
-    if len(losses) < 2 or rows[0]["step"] != 1 or min(last) <= CLEAR_RISE * losses[0]:
+    if len(losses) < 2 or rows[0]["step"] != 1 or min(last) <= CLEAR_RISE * losses[0] + LEAST_RISE:
         return None
     return f"training loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import shlex
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -297,6 +298,7 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         yield f"      model.path: {out_dir} with train.objective: reward and a new run_dir trains on from these weights"
         return
     image = " (and --image FILE)" if has_images and settings["model_type"] in VISION_FAMILIES else ""
-    yield f'next  megatrain generate {out_dir} "PROMPT" for a look; with --chat{image} if it learned chats'
+    named = shlex.quote(str(out_dir))
+    yield f'next  megatrain generate {named} "PROMPT" for a look; with --chat{image} if it learned chats'
     yield f"      {load}"
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -15,7 +15,7 @@ def tensor(name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
-    out, tokenizer = tmp_path / "out", tmp_path / "tokenizer.json"
+    out, tokenizer = tmp_path / "my out", tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     tensors = [tensor("a", 1200, (2, 300)), tensor("b", 800, (400,)), tensor("c", 16, (2,), torch.int64)]
     write_model_folder(out, tensors, ExportDtype.BF16, {"model_type": "x"}, file_bytes=1300, copies=[tokenizer])
@@ -27,7 +27,7 @@ def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     assert [line.split()[0] for line in files] == sorted(file.name for file in out.iterdir())
     assert len(files) == 5
     assert files[0].split(maxsplit=1)[1] == f"{(out / 'config.json').stat().st_size} B"
-    assert look == f'next  megatrain generate {out} "PROMPT" for a look; with --chat if it learned chats'
+    assert look == f"next  megatrain generate '{out}' \"PROMPT\" for a look; with --chat if it learned chats"
     assert load == f'      AutoModelForCausalLM.from_pretrained("{out}") in Transformers; AutoTokenizer as well'
     assert f"model.path: {out} in" in train
     (out / "tokenizer.json").unlink()

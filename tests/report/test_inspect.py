@@ -244,6 +244,9 @@ def test_what_is_said_at_the_end() -> None:
     assert warning in list(summarize(rising, Path("runs/x")))
     assert warning not in list(summarize([row | {"loss": 6.5} for row in rising], Path("runs/x")))
     assert warning not in list(summarize([row | {"ratio_max": 1.0} for row in rising], Path("runs/x")))  # a policy
+    tiny = [row | {"loss": loss} for row, loss in zip(rows, (1e-9, 2e-9, 5e-9, 9e-9), strict=True)]
+    assert not any("warning" in line for line in summarize(tiny, Path("runs/x"))), "a teacher that is the student"
+    assert "megatrain export 'runs/my x' OUT_DIR" in list(summarize(rows, Path("runs/my x")))[-1]
     idle = [row | {"exposed_s": {"h2d": 0.0}} for row in rows]
     assert "waited    for nothing" in list(summarize(idle, Path("runs/x")))
 
