@@ -26,6 +26,7 @@ import tokenizers
 import zstandard
 from tokenizers import models, pre_tokenizers, trainers
 
+from benchmarks.scratch import memory
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
@@ -132,12 +133,6 @@ def rate(source: DataWorker | BatchStream) -> int:
         batch = source.batch(step) if isinstance(source, DataWorker) else source.next_batch()
         rates.append(batch.num_tokens / (time.perf_counter() - start_s))
     return round(statistics.median(rates))
-
-
-def memory(name: str) -> int:
-    """Return the bytes that /proc/self/status has under this name, such as VmRSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

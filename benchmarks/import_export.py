@@ -1,6 +1,6 @@
 """Measures import and export of random model folders: whether bytes are the same, peak memory, and speed.
 
-    python benchmarks/import_export.py OUT.json [--gigabytes 1.2]
+    python -m benchmarks.import_export OUT.json [--gigabytes 1.2]
 
 There are two cases: an FP32 folder through split masters and back as fp32, and a BF16 folder through working copies and
 back as bf16. Import and export each run in a process of their own. The folder, and the save between the two, are not in
@@ -33,6 +33,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from benchmarks.scratch import memory
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
@@ -216,12 +217,6 @@ def measured() -> Iterator[Usage]:
     yield usage
     usage.seconds, usage.cpu_s = time.monotonic() - start_s, time.process_time() - start_cpu_s
     usage.extra_bytes = memory("VmHWM") - before
-
-
-def memory(name: str) -> int:
-    """Return the bytes that /proc/self/status has under this name, such as VmRSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def described(usage: Usage, num_bytes: int) -> dict[str, float]:

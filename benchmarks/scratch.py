@@ -1,4 +1,4 @@
-"""Makes folders of benchmarks under a place that the user names, and deletes only those that a benchmark made."""
+"""Makes the folders of benchmarks, deletes only those that a benchmark made, and reads a process's memory."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def fresh(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     OwnedFolder.make(folder, FolderKind.SCRATCH, mode=SHARED).release()
     return folder / "run"
+
+
+def memory(name: str) -> int:
+    """Return the bytes that /proc/self/status has under this name, such as VmRSS."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.layout.expert_names import PlaceInWhole, place_in_whole
+from megatrain_ray.io.checkpoints.weight_map import row_major
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ class FlatLayout:
     @cached_property
     def _geometries(self) -> tuple[tuple[str, tuple[tuple[int, ...], tuple[int, ...]], int], ...]:
         """Return name, (shape, strides) and first element of each trained segment."""
-        return tuple((s.name, (s.shape, _strides(s.shape)), s.start) for s in self.trained_segments)
+        return tuple((s.name, (s.shape, row_major(s.shape)), s.start) for s in self.trained_segments)
 
     def cuts(self, part: ElementRange, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[ElementRange, ...]:
         """Return one contiguous span per shard; together they cover `part`.
@@ -318,7 +319,3 @@ def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tu
             edges.append(min(later, key=lambda s, k=k: abs(s - size * k // num_fragments)))  # type: ignore[misc]
     edges.append(size)
     return tuple(ElementRange(a, b) for a, b in itertools.pairwise(edges))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -282,6 +282,16 @@ def _loss_weight(turn: Mapping[str, Any], role: str) -> float:
     return float(weight) * train
 
 
+def number_under(record: Mapping[str, Any], key: str, default: float) -> float:
+    """Return the number under a key, the default if there is none. Raises RecordError."""
+    value = record.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
+        raise RecordError(f"{key}: expected a number, got {value!r:.60}")
+    return float(value)
+
+
 def _get(record: Mapping[str, Any], key: str | None) -> Any:
     return None if key is None else record.get(key)
 

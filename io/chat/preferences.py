@@ -16,7 +16,6 @@ from megatrain_ray.io.chat.conversation_formats import (
     ALPACA,
     CHOSEN,
     LABEL_KEYS,
-    LARGEST_NUMBER,
     MESSAGES,
     PROMPT_COMPLETION,
     REJECTED,
@@ -28,6 +27,7 @@ from megatrain_ray.io.chat.conversation_formats import (
     PromptLayout,
     TurnsLayout,
     learnable_fields,
+    number_under,
     read_conversation,
     turns_layout,
 )
@@ -135,12 +135,7 @@ def read_pair(record: Any, layout: PairLayout) -> tuple[Conversation, Conversati
 
 def read_margin(record: Any) -> float:
     """Return the margin of a preference, which a reward model keeps; 0 if it has none. Raises RecordError."""
-    margin = as_mapping(record).get(MARGIN)
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_NUMBER:
-        raise RecordError(f"{MARGIN}: expected a number, got {margin!r:.60}")
-    return float(margin)
+    return number_under(as_mapping(record), MARGIN, 0.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER, PROMPT_COMPLETION, Conversation, check_keys
+from megatrain_ray.io.chat.conversation_formats import PROMPT_COMPLETION, Conversation, check_keys, number_under
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, numbers_under
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
@@ -76,7 +76,7 @@ def read_rollout(record: Any) -> Rollout:
         raise RecordError(f"ended: expected true or false, got {ended!r:.60}")
     prompt = fields.get("prompt", fields.get("prompt_ids"))
     text = fields.get("completion")
-    advantage, reward = _advantage(fields), _number(fields, "reward")
+    advantage, reward = _advantage(fields), number_under(fields, "reward", math.nan)
     if advantage is None and math.isnan(reward):
         raise RecordError("expected a reward or an advantage, got neither")
     return Rollout(
@@ -123,19 +123,9 @@ def _advantage(fields: Mapping[str, Any]) -> float | NDArray[np.float32] | None:
     if "advantage" not in fields:
         return None
     if not isinstance(fields["advantage"], list):
-        return _number(fields, "advantage")
+        return number_under(fields, "advantage", math.nan)
     numbers = numbers_under(fields, "advantage", "a number, or one for each token", "iuf")
     assert numbers is not None
     if not np.isfinite(numbers).all():
         raise RecordError("advantage: expected finite numbers")
     return numbers.astype(np.float32)
-
-
-def _number(fields: Mapping[str, Any], key: str) -> float:
-    """Return the number under a key, NaN if there is none. Raises RecordError."""
-    value = fields.get(key)
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
-        raise RecordError(f"{key}: expected a number, got {value!r:.60}")
-    return float(value)

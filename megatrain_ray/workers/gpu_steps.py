@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import torch
@@ -158,18 +159,24 @@ class GpuSteps:
         index: number of the batch. Batches run by number, from the first one on, as on every other GPU.
         """
         fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the previous batch is evaluated
-        async with self._turn:
-            await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated.get(step, 0) == index)
+        async with self._between_steps(step, lambda: self._num_evaluated.get(step, 0) == index):
             batch = await self._take_batch(fetching, f"held-out batch {index}")
             batch = self._with_images(batch, self._held_out_features)
             with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
                 loss = await self._held_out_loss(batch, step)
+            self._num_evaluated = {step: index + 1}
+            return loss
+
+    @asynccontextmanager
+    async def _between_steps(self, step: int, is_due: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+        """Run the block after the update of `step`, once it is due, and leave its time out of the next row."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step and is_due())
+            yield
             self._engine.device.timeline.clear()
             self._rows.start_clock()
             self._work.leave_out_evaluation()
-            self._num_evaluated = {step: index + 1}
             self._turn.notify_all()
-            return loss
 
     async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
         micro_batches = self._micro_batches(batch)
@@ -197,17 +204,11 @@ class GpuSteps:
 
         They are by the weights after the update of `step`. Raises torch.OutOfMemoryError if one has room for none.
         """
-        async with self._turn:
-            await self._turn.wait_for(lambda: self._progress.step == step)
+        async with self._between_steps(step):
             if self._server is not None:  # rank 0 is asked
-                completions = [] if self._rank else await self._server.sample(prompts, sampling, step)
-            else:
-                with memory_explained(self._run_spec.plan, f"sampling after step {step}"):
-                    completions = await self._sample(prompts, sampling, step)
-            self._engine.device.timeline.clear()
-            self._rows.start_clock()
-            self._work.leave_out_evaluation()
-            return completions
+                return [] if self._rank else await self._server.sample(prompts, sampling, step)
+            with memory_explained(self._run_spec.plan, f"sampling after step {step}"):
+                return await self._sample(prompts, sampling, step)
 
     async def _sample(self, prompts: list[Prompt], sampling: SamplingParams, step: int) -> list[Completion]:
         num_gpus = self._run_spec.plan.hosts.num_gpus
@@ -222,14 +223,9 @@ class GpuSteps:
 
     async def score(self, step: int, answers: list[SampledAnswer]) -> Scores:
         """Return the log-probabilities of sampled answers that the objective needs, before the update after `step`."""
-        async with self._turn:
-            await self._turn.wait_for(lambda: self._progress.step == step)
+        async with self._between_steps(step):
             with memory_explained(self._run_spec.plan, f"computing log-probabilities after step {step}"):
-                found = await self._score(answers, step)
-            self._engine.device.timeline.clear()
-            self._rows.start_clock()
-            self._work.leave_out_evaluation()
-            return found
+                return await self._score(answers, step)
 
     async def _score(self, answers: list[SampledAnswer], step: int) -> Scores:
         run_spec, plan = self._run_spec, self._run_spec.plan
