@@ -162,7 +162,8 @@ class RolloutEncoder:
             outcome = RecordOutcome.CUT if fits else RecordOutcome.TOO_LONG
         if outcome not in (None, RecordOutcome.CUT):
             return EncodedRecord([], [outcome], longest=length + 1)
-        unscored = RecordOutcome.UNSCORED if rollout.logprobs is None else None
+        is_scored = rollout.logprobs is not None and not np.isnan(rollout.logprobs).all()
+        unscored = None if is_scored else RecordOutcome.UNSCORED
         level = RecordOutcome.NO_ADVANTAGE if not moves else None
         notes = [*filter(None, (outcome, unscored, level))]
         return EncodedRecord([found.first(self._max_tokens)], notes, longest=length + 1)

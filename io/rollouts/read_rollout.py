@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.conversation_formats import PROMPT_COMPLETION, Conversation, check_keys, number_under
+from megatrain_ray.io.chat.conversation_formats import (
+    LARGEST_NUMBER,
+    PROMPT_COMPLETION,
+    Conversation,
+    check_keys,
+    number_under,
+)
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, numbers_under
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
@@ -101,15 +107,20 @@ def _ids(fields: Mapping[str, Any], key: str) -> NDArray[np.uint32] | None:
 
 def _logprobs(fields: Mapping[str, Any], key: str) -> NDArray[np.float32] | None:
     given = fields.get(key)
-    if isinstance(given, list):  # samplers write null where they know none
-        fields = {**fields, key: [math.nan if value is None else value for value in given]}
+    values = given if isinstance(given, list) else []
+    is_known = [value is not None for value in values]
+    if not all(is_known):  # samplers write null where they know none
+        fields = {**fields, key: [0.0 if value is None else value for value in values]}
     numbers = numbers_under(fields, key, "numbers", "iuf")
     if numbers is None:
         return None
-    if (wrong := np.flatnonzero((numbers > MOST_LOGPROB) | np.isinf(numbers))).size:
+    if (wrong := np.flatnonzero(~((numbers >= -LARGEST_NUMBER) & (numbers <= MOST_LOGPROB)))).size:
         at = int(wrong[0])
-        raise RecordError(f"{key}: expected finite log-probabilities of 0 and less, token {at} has {numbers[at]}")
-    return numbers.astype(np.float32)
+        raise RecordError(
+            f"{key}: expected finite log-probabilities of 0 and less, or null where none is known; token {at} has "
+            f"{numbers[at]}"
+        )
+    return np.where(is_known, numbers, math.nan).astype(np.float32)
 
 
 def _mask(fields: Mapping[str, Any]) -> NDArray[np.bool_] | None:
@@ -126,6 +137,7 @@ def _advantage(fields: Mapping[str, Any]) -> float | NDArray[np.float32] | None:
         return number_under(fields, "advantage", math.nan)
     numbers = numbers_under(fields, "advantage", "a number, or one for each token", "iuf")
     assert numbers is not None
-    if not np.isfinite(numbers).all():
-        raise RecordError("advantage: expected finite numbers")
+    if (wrong := np.flatnonzero(~(abs(numbers) <= LARGEST_NUMBER))).size:
+        at = int(wrong[0])
+        raise RecordError(f"advantage: expected finite numbers, token {at} of the answer has {numbers[at]}")
     return numbers.astype(np.float32)

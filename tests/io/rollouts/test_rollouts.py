@@ -90,6 +90,11 @@ def test_long_and_unfinished_answers() -> None:
     alone = IDS | {"reward": 1, "logprobs": [-1, -1, -1]}
     assert encoder()((alone, 0.0)).outcomes == [RecordOutcome.NO_ADVANTAGE]
     assert encoder()((alone, 0.5)).outcomes == []
+    assert encoder()((alone | {"logprobs": [-1, None, -1]}, 0.5)).outcomes == []
+    assert encoder()((alone | {"logprobs": [None] * 3}, 0.5)).outcomes == [RecordOutcome.UNSCORED]
+
+
+LOGPROBS = "logprobs: expected finite log-probabilities of 0 and less, or null where none is known; token"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,12 @@ def test_long_and_unfinished_answers() -> None:
         (IDS, "expected a reward or an advantage, got neither"),
         (IDS | {"reward": True}, "reward: expected a number, got True"),
         (IDS | {"reward": float("nan")}, "reward: expected a number, got nan"),
-        (IDS | {"advantage": [1, float("inf"), 0]}, "advantage: expected finite numbers"),
+        (IDS | {"advantage": [1, float("inf"), 0]}, "advantage: expected finite numbers, token 1 of the ans"),
+        (IDS | {"advantage": [1, 0, 1e39]}, "advantage: expected finite numbers, token 2 of the ans"),
         (IDS | {"reward": 1, "logprob": [-1]}, "unknown key 'logprob'; did you mean 'logprobs'?"),
-        (IDS | {"reward": 1, "logprobs": [0.4, 1.0, 0]}, "logprobs: expected finite log-probabilities of 0 and less, "),
+        (IDS | {"reward": 1, "logprobs": [-1, 1.0, 0]}, f"{LOGPROBS} 1 has 1.0"),
+        (IDS | {"reward": 1, "logprobs": [None, 0, float("nan")]}, f"{LOGPROBS} 2 has nan"),
+        (IDS | {"reward": 1, "logprobs": [-1, None, -1e39]}, f"{LOGPROBS} 2 has -1e+39"),
         (IDS | {"reward": 1, "mask": [0, 2, 1]}, "mask: expected 0 and 1, got 0 to 2"),
         (IDS | {"reward": 1, "group": [1]}, "group: expected a text or a number, got [1]"),
         (IDS | {"reward": 1, "ended": "no"}, "ended: expected true or false, got 'no'"),
