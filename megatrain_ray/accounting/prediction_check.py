@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,5 +267,5 @@ def _advice(found: Comparison, prediction: Prediction, run_dir: object) -> str:
         return "the rates are built-in ones (megatrain doctor --measure), or other processes use the cores"
     return (
         f"if the machine was busy while it was measured: megatrain doctor --measure; if it stays so, megatrain refit "
-        f"{run_dir} FILE makes rates of what this run measured"
+        f"{shlex.quote(str(run_dir))} FILE makes rates of what this run measured"
     )

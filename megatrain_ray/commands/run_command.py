@@ -5,6 +5,7 @@ Torch and Ray are imported inside the functions, so that a wrong key of a config
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -198,7 +199,7 @@ def convert_config(options: Namespace) -> int:
         print_lines(*found.text.removesuffix("\n").split("\n"))
     else:
         options.out.write_text(found.text, encoding="utf-8")
-        print_lines(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
+        print_lines(f"wrote {options.out}; megatrain plan {shlex.quote(str(options.out))} says whether it fits")
     return 0
 
 

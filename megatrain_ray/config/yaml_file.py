@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     except ConfigError as error:
         if tool := tool_of(tree):
             raise ConfigError(
-                f"{path}: is a configuration of {tool}; megatrain convert-config {path} --out OURS.yaml makes one of it"
+                f"{path}: is a configuration of {tool}; megatrain convert-config {shlex.quote(str(path))} --out "
+                "OURS.yaml makes one of it"
             ) from None
         by_key = {text.partition("=")[0]: text for text in overrides}
         raise ConfigError(*_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None

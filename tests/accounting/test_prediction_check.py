@@ -23,7 +23,7 @@ def compared(plan: Plan, profile: HardwareProfile, **changes: float) -> Comparis
 
 def warned(plan: Plan, found: Comparison) -> str:
     assert plan.prediction is not None
-    return warning(found, plan.prediction, "runs/x") or ""
+    return warning(found, plan.prediction, "runs/my x") or ""
 
 
 def test_a_right_prediction_is_not_warned_of() -> None:
@@ -45,7 +45,7 @@ def test_adamw_twice_as_fast_as_it_is_is_named() -> None:
     text = warned(plan, compared(plan, PROFILE))
     assert "most of it in optimizer" in text
     assert "AdamW made 1 Gparam/s where the plan counts on 2; if the machine was busy" in text
-    assert "megatrain refit runs/x FILE" in text
+    assert "megatrain refit 'runs/my x' FILE" in text
 
 
 def test_a_disk_twice_as_fast_as_it_is_is_named() -> None:

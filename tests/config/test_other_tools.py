@@ -36,10 +36,10 @@ def test_every_key_of_a_table_has_a_hint(tool: str) -> None:
     [({"model_name_or_path": "x", "learning_rate": 1e-4}, "LLaMA-Factory"), ({"base_model": "x"}, "Axolotl")],
 )
 def test_a_file_of_another_tool_is_named(tmp_path: Any, tree: dict[str, Any], tool: str) -> None:
-    file = tmp_path / "theirs.yaml"
+    file = tmp_path / "their file.yaml"
     file.write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["train.steps=3"])
     assert str(caught.value) == (
-        f"{file}: is a configuration of {tool}; megatrain convert-config {file} --out OURS.yaml makes one of it"
+        f"{file}: is a configuration of {tool}; megatrain convert-config '{file}' --out OURS.yaml makes one of it"
     )

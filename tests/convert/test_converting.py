@@ -141,8 +141,8 @@ def converted(path: Path, *overrides: str, **options: Any) -> dict[str, Any]:
 
 def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "theirs.yaml").write_text(LLAMA_FACTORY)
-    assert main(["convert-config", "theirs.yaml", "--out", "ours.yaml"]) == 0
-    assert yaml.safe_load((folder / "ours.yaml").read_text()) == {
+    assert main(["convert-config", "theirs.yaml", "--out", "our run.yaml"]) == 0
+    assert yaml.safe_load((folder / "our run.yaml").read_text()) == {
         "model": {"path": "model", "trust_remote_code": True},
         "data": {
             "kind": "sft", "path": "data/dataset_info.json", "dataset": ["dialogues", "facts"], "seq_len": 200,
@@ -158,10 +158,10 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
         "save_every": "0.75 epochs",
         "save_keep": 3,
     }  # fmt: skip
-    config = load_config(folder / "ours.yaml")
+    config = load_config(folder / "our run.yaml")
     assert (config.train.clip, config.data.shuffle) == (1.0, True)
     told = capsys.readouterr()
-    assert told.out == "wrote ours.yaml; megatrain plan ours.yaml says whether it fits\n"
+    assert told.out == "wrote our run.yaml; megatrain plan 'our run.yaml' says whether it fits\n"
     otherwise, _, meaningless = told.err.partition("without a meaning here:\n")
     assert "\ndone otherwise here:\n  template: the tokenizer's own is used where it has one" in f"\n{otherwise}"
     listed = [line.strip().partition(":")[0] for line in meaningless.splitlines()]
@@ -169,9 +169,9 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
         "do_train", "deepspeed", "overwrite_cache, preprocessing_num_workers", "plot_loss", "overwrite_output_dir",
         "ddp_timeout",
     ]  # fmt: skip
-    assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0
-    assert main(["convert-config", "theirs.yaml", "--out", "ours.yaml"]) == 2
-    assert "--out: ours.yaml exists: nothing is overwritten" in capsys.readouterr().err
+    assert main(["plan", "our run.yaml", "hardware.device=cpu"]) == 0
+    assert main(["convert-config", "theirs.yaml", "--out", "our run.yaml"]) == 2
+    assert "--out: our run.yaml exists: nothing is overwritten" in capsys.readouterr().err
 
 
 def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
