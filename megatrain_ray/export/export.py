@@ -97,7 +97,7 @@ def choose_save(files: RunFiles, step: SaveChoice) -> int:
     if not saves:
         raise ConfigError(f"{files.path} holds no save yet: train until one is made (save_every), then export")
     chosen = saves[-1] if step is None else files.best_save if step == "best" else step
-    there = f"its saves are of steps {', '.join(map(str, saves))}"
+    there = f"its saves are of steps {', '.join(map(str, saves))}" if saves[1:] else f"its save is of step {saves[0]}"
     if chosen is None:
         raise ConfigError(f"no save of {files.path} was evaluated; {there}; save_best: true keeps the best one")
     best = best_evaluation(files.evaluations()) if step == "best" else None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export import export
 from megatrain_ray.export.export import describe_export
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
+from megatrain_ray.run.run_files import RunFiles
 
 
 def tensor(name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> ExportTensor:
@@ -32,3 +36,12 @@ def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     assert f"model.path: {out} in" in train
     (out / "tokenizer.json").unlink()
     assert "no tokenizer: the run had none but ids" in list(describe_export(out, 7))[-2]
+
+
+@pytest.mark.parametrize(("saves", "there"), [([4], "its save is of step 4"), ([4, 6], "its saves are of steps 4, 6")])
+def test_a_save_that_is_missing_is_told_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int], there: str
+) -> None:
+    monkeypatch.setattr(export, "list_saves", lambda folder: saves)
+    with pytest.raises(ConfigError, match=f"holds no save of step 3; {there}; save_keep keeps more"):
+        export.choose_save(RunFiles(tmp_path), 3)
