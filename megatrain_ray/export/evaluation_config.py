@@ -114,8 +114,10 @@ def _without_updates(
         tree |= {**OWN, "run_dir": run_dir}
         tree["train"] |= {**OWN_TRAIN, **train}
         if files is not None:
+            of_run = files.read_config()
+            _check_objective(str(name), tree["train"], is_reward=of_run.train.objective == "reward")
             folder = None if imagined else stack.enter_context(exported(files.path, step=step, merge=False))
-            tree |= _of_run(files.read_config(), folder, tree["train"], images=config.data.images)
+            tree |= _of_run(of_run, folder, tree["train"], images=config.data.images)
         else:
             tree |= _of_model(_model_of(name, config, step), tree["train"]) | {"lora": None}
         tree["data"] |= data
@@ -194,13 +196,21 @@ def _of_run(config: TrainConfig, folder: Path | None, train: Mapping[str, Any], 
 def _of_model(model: ModelConfig, train: Mapping[str, Any]) -> dict[str, Any]:
     """Return model and train. All is frozen but the smallest thing, so that there is next to no optimizer state."""
     source = read_model(model)
-    if train["objective"] == "reward" and not source.architecture.is_reward:
-        raise ConfigError(
-            f"{model.path} is no reward model, so its scores would be random; name one, or a run's directory"
-        )
+    _check_objective(model.path or "model.config", train, is_reward=source.architecture.is_reward)
     empty = build_empty(source.factory, torch.float32)
     trained = {"trainable": (f"^{re.escape(_last_vector(empty))}$",), "freeze": ()}
     return {"model": model.model_dump(), "train": {**train, **trained}}
+
+
+def _check_objective(name: str, train: Mapping[str, Any], *, is_reward: bool) -> None:
+    """Raise ConfigError if of the model that `name` means and of train.objective only one is of rewards."""
+    if train["objective"] == "reward" and not is_reward:
+        raise ConfigError(f"{name} is no reward model, so its scores would be random; name one, or the run of one")
+    if is_reward and train["objective"] != "reward":
+        raise ConfigError(
+            f"model.path: {name} is a reward model, which predicts no tokens; name a model that does, or evaluate this "
+            "one with train.objective: reward"
+        )
 
 
 def _last_vector(model: nn.Module) -> str:

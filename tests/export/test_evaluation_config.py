@@ -60,6 +60,20 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str
     assert message.format(**names) in done.stderr
 
 
+@pytest.mark.parametrize("adapters", [None, {"match": "q_proj"}])
+def test_a_run_of_another_kind_is_refused_by_its_name_before_its_export(tmp_path: Path, adapters: Any) -> None:
+    tree = config(tmp_path, {"model_type": "gpt2"}, lora=adapters, data__kind="pairs", data__eval_path="held")
+    for of_run, other, message in (
+        ("reward", "simpo", f"^model.path: {tmp_path} is a reward model, which predicts no tokens"),
+        ("simpo", "reward", f"^{tmp_path} is no reward model, so its scores would be random"),
+    ):
+        tree["train"]["objective"] = of_run
+        write_config(tmp_path / "config.yaml", tree)
+        tree["train"]["objective"] = other
+        with pytest.raises(ConfigError, match=message):
+            evaluation_config(str(tmp_path), TrainConfig.model_validate(tree)).__enter__()
+
+
 def test_features_of_images_are_made_by_the_model_that_a_run_began_with(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tree = config(tmp_path, model)
