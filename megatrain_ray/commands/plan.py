@@ -24,6 +24,7 @@ from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.export.evaluation_config import naming_reference, pass_config
 from megatrain_ray.export.online_reference import check_reference
+from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE
 from megatrain_ray.model.open_model import read_model
@@ -38,7 +39,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     """Print the plan on standard output, and notes on data and disks that are missing here on standard error.
 
     If no plan fits, the alternatives with other memory (`what_if`) are printed all the same, and CapacityError is
-    raised. Raises ConfigError if the configuration is invalid, or a reward function or a reference is not there.
+    raised. Raises ConfigError if the configuration is invalid, or a reward function, reference or teacher will not do.
     """
     config, epochs = _with_known_steps(config), config.train.epochs
     if config.train.rollouts:
@@ -46,6 +47,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     with Interrupts(), spinner("planning"):
         problem = planning_problem(config)
         check_reference(config)
+        find_teacher(config, problem.source)
         try:
             plan, capacity_error = problem.plan(), None
         except CapacityError as error:
