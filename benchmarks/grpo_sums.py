@@ -74,7 +74,7 @@ def rewards(folder: Path, updates: int) -> dict[str, Any]:
         "model": {"path": str(folder / "model")},
         "data": {"kind": "prompts", "path": str(folder / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 96},
         "train": {
-            "steps": updates, "batch_size": 256, "lr": 2e-5, "schedule": "constant", "precision": "bf16",
+            "steps": updates, "batch_size": 256, "lr": 2.5e-5, "schedule": "linear", "precision": "bf16",
             "objective": "grpo",
             "rollouts": {"rewards": ["exact"], "group_size": 16, "steps": 2, "max_new_tokens": 8},
         },

@@ -112,6 +112,15 @@ class ActivationBytes:
         """Return the bytes that a compiled layer keeps with the largest budget."""
         return max(self._kept_within[layer].values(), default=0)
 
+    def backward_within(self, layer: int, activation_budget: float, chunk_bytes: int) -> int:
+        """Return the most bytes that a compiled layer's backward holds with this budget, with what was kept.
+
+        chunk_bytes: bytes that one chunk of the MLP's backward holds, if the MLP is computed in chunks.
+        """
+        (cost,) = (c for c in self.budgets_of(layer) if c.activation_budget == activation_budget)
+        moments = (m.activation_bytes + m.weight_bytes + m.in_chunks * chunk_bytes for m in cost.backward)
+        return max(moments, default=cost.kept_bytes)
+
     @cached_property
     def alike(self) -> tuple[int, ...]:
         """Return for each layer the index of the first with the same bytes, and the same boundary after it."""

@@ -6,7 +6,7 @@ The numbers come from the compiler's own graphs on fake tensors. Nothing is comp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_ray.engine.discovery.backward_memory import Moment, backward_moments
 from megatrain_ray.engine.discovery.trial_forward import Trial, draws, storages_of, tensors_in, unique_bytes
 from megatrain_ray.engine.layer_calls.chunked_mlp import installed
 from megatrain_ray.engine.layer_calls.compiled_call import own_code, problem_in
@@ -36,6 +37,7 @@ class BudgetCost:
 
     activation_budget: float
     kept_bytes: int  # for the backward, beyond the layer's inputs and weights
+    backward: tuple[Moment, ...]  # when it takes the most memory, with what was kept
     recomputed_flops: float  # of matrix products that the backward recomputes, including attention
     of_attention: float = 0.0  # the part of `recomputed_flops` that is attention
 
@@ -54,7 +56,13 @@ class CompileTrial:
     def times(self, count: int) -> CompileTrial:
         """Return the costs for `count` such micro-batches in one."""
         budgets = (
-            BudgetCost(c.activation_budget, count * c.kept_bytes, count * c.recomputed_flops, count * c.of_attention)
+            BudgetCost(
+                c.activation_budget,
+                count * c.kept_bytes,
+                tuple(m._replace(activation_bytes=count * m.activation_bytes) for m in c.backward),
+                count * c.recomputed_flops,
+                count * c.of_attention,
+            )
             for c in self.budgets
         )
         return replace(self, budgets=tuple(budgets))
@@ -101,7 +109,7 @@ def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
-    found = _Partitions()
+    found = _Partitions({parameter.shape for parameter in module.parameters()})
     attributes: set[str] = set()
     compiled = torch.compile(
         own_code(_run),
@@ -127,7 +135,7 @@ def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None
         return CompileTrial(problem=problem_in(error))
     if shared and attributes:
         return CompileTrial(problem=f"what it computes depends on {', '.join(sorted(attributes))}")
-    return CompileTrial(found.costs or tuple(BudgetCost(budget, 0, 0.0) for budget in ACTIVATION_BUDGETS))
+    return CompileTrial(found.costs or tuple(BudgetCost(budget, 0, (), 0.0) for budget in ACTIVATION_BUDGETS))
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,16 +155,26 @@ def _note_positions(guards: Sequence[Any], attributes: set[str]) -> list[bool]:
 class _Partitions:
     """Partitions a joint graph as the compiler would, once for each budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Set[torch.Size]) -> None:
+        """Prepare for a graph of a layer whose weights have these shapes."""
+        self._weights = weights
         self.costs: tuple[BudgetCost, ...] = ()
 
     def partition(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **options: Any
+        self,
+        joint: fx.GraphModule,
+        inputs: tuple[Sequence[Any], Sequence[Any]],
+        *,
+        num_fwd_outputs: int,
+        **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition the graph and record the costs. This is the partition function that AOTAutograd calls."""
+        """Partition the graph and record the costs. This is the partition function that AOTAutograd calls.
+
+        inputs: primals and tangents of the joint graph.
+        """
         from megatrain_ray.engine.layer_calls.partition import Partitioner
 
-        found: list[tuple[float, int, float, float]] = []
+        found: list[tuple[float, int, tuple[Moment, ...], float, float]] = []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
         for budget in reversed(budgets):  # the graphs of the last one are returned, and run on fake tensors
             graph = fx.Graph()  # a copy, because the partitioner changes its argument
@@ -166,13 +184,15 @@ class _Partitions:
                 forward, backward = Partitioner()(
                     twin, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
                 )
-            found.append((budget, _kept_bytes(forward.graph, num_fwd_outputs), *_product_flops(backward.graph)))
+            moments = backward_moments(backward.graph, *inputs, self._weights)
+            kept = _kept_bytes(forward.graph, num_fwd_outputs)
+            found.append((budget, kept, moments, *_product_flops(backward.graph)))
         if _draws(backward.graph):
             raise ConfigError("its backward would draw random numbers of its forward again")
         *_, least_flops, least_attention = found[-1]  # of the largest budget, the basis of comparison
         self.costs = tuple(
-            BudgetCost(budget, num_bytes, flops - least_flops, of_attention - least_attention)
-            for budget, num_bytes, flops, of_attention in reversed(found)
+            BudgetCost(budget, kept, moments, flops - least_flops, of_attention - least_attention)
+            for budget, kept, moments, flops, of_attention in reversed(found)
         )
         return forward, backward
 

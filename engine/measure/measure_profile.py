@@ -136,9 +136,11 @@ class _Measurement:
                 for _ in range(count):
                     kernel.update(parts, gradient, params, Transaction(journal, next(serials)))
 
-            alone_s = self._median_s(update)
-            with copies.running(2 + int(2 * alone_s / both_s)):  # enough copies to outlast the update
-                busy_s = seconds_of(partial(update, 1))
+            budget_s = self._effort.sustained_s / 2
+            alone_s = median_s(update, budget_s)
+            count = max(1, int(budget_s / alone_s))
+            with copies.running(2 + int(2 * count * alone_s / both_s)):  # enough copies to outlast the updates
+                busy_s = seconds_of(partial(update, count)) / count
         return alone_s, max(alone_s, busy_s)
 
     def _triad_s(self, memory: torch.Tensor) -> float:

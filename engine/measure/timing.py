@@ -20,7 +20,7 @@ class Effort:
 
     budget_s: float = 0.1  # time of each measurement
     warm_s: float = 2.5  # load before the first product
-    sustained_s: float = 0.7  # time of each measurement of products in bf16; of others and of attention half of it
+    sustained_s: float = 0.7  # time of each measurement of products in bf16; of others, updates and attention half
     slow_s: float = 0.05  # after a product or an attention that takes longer, no larger one is measured
     elements: int = 1 << 25  # size of the parameter that is updated; its state is larger than caches
     copy_bytes: int = 64 << 20  # size of a copy, about a layer's weights; the full rate is reached from 16 MiB on

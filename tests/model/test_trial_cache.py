@@ -11,6 +11,7 @@ import pytest
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery import discover
+from megatrain_ray.engine.discovery.backward_memory import Moment
 from megatrain_ray.engine.discovery.compile_trial import BudgetCost, CompileTrial, try_compiling
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.model import discover_model
@@ -25,7 +26,8 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40,
 }  # fmt: skip
-TRIALS = (None, CompileTrial((BudgetCost(1.0, 300, 0.0), BudgetCost(0.0, 10, 5.5))), None)
+MOMENTS = Moment(400, 20), Moment(350, 60)
+TRIALS = (None, CompileTrial((BudgetCost(1.0, 300, MOMENTS, 0.0), BudgetCost(0.0, 10, (), 5.5))), None)
 
 
 @pytest.fixture(autouse=True)

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 import torch
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 
-# Peak memory of a compiled layer's backward, as a multiple of what the layer keeps with an activation budget of 1. It
-# includes what was kept, the gradient that enters, and no gradients of weights. Measured for layers of 16 × 1024 tokens
-# on an H200: up to 1.74 of Qwen2.5-7B, 1.62 of 14B (benchmarks/README.md, compiled layers).
-COMPILED_BACKWARD = 1.75
-# The same if the MLP is computed in chunks. Then attention's backward holds the most: its inputs and output, their
-# gradients, the FP32 sums that flash attention makes of these, and keys and values for every head. Measured for a layer
-# of Qwen2.5-7B with 131,072 tokens on an H200: 2.46 and 2.28 (attention recomputed and kept), chunks of 8192 to 32768.
-CHUNKED_BACKWARD = 2.5
-# What a compiled layer keeps in bf16, as a multiple of what it keeps in FP8, where inputs of matrices take one byte:
-# 135 and 93 MiB for 1024 tokens of Qwen2.5-14B, as traced. The gradients in its backward are bf16 either way.
-KEPT_IN_BF16 = 1.45
-# With this activation budget or less a backward recomputes nearly everything. It then holds all that the layer would
-# have kept and the gradients of all that at once, except four tensors of the boundary's size. This is 2 % more than was
-# measured for layers of Qwen2.5-7B and 14B on an H200.
-SMALL_BUDGET = 0.2
-# Share of a backward's peak that may still be allocated when the gradients of all weights are. A guess: with 4 to 64
-# sequences of 1024 tokens these gradients did not raise the peak.
-BESIDE_GRADIENTS = 0.6
+# Peak memory of the backward of a compiled chunk of an MLP, as a multiple of what it would keep. This is a layer's of
+# Qwen2.5-7B with small activation budgets (backward_memory.py), where the MLP takes the most.
+CHUNK_BACKWARD = 1.75
 # Peak memory of an uncompiled norm's backward, as a multiple of what its forward keeps. This is RMSNorm's, whose
 # products are in FP32 (counted operation by operation).
 NORM_BACKWARD = 4
@@ -44,31 +31,31 @@ def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> in
 def backward_bytes_by_layer(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> Sequence[int]:
     """Return for each layer but the head the bytes that its backward holds beyond what was kept.
 
-    These are what it recomputes, the gradients of kept tensors and of weights, and both boundaries. If gradients are
-    added in pairs, the gradient of the weights from another micro-batch counts, too.
+    These are what it recomputes, the gradients of kept tensors and of weights, and the gradients of its output and
+    input. The gradient of an output counts with the boundary of the next layer if that stays on the device. If
+    gradients are added in pairs, the gradient of the weights from another micro-batch counts, too.
     """
-    item, boundaries = plan.precision.working_dtype.itemsize, 2 * max(activations.boundary)
+    item = plan.precision.working_dtype.itemsize
     paired = plan.paired_layers
 
-    def of(index: int, layer: LayerPlan) -> int:
+    def of(index: int, layer: LayerPlan, entering: int) -> int:
         gradients = layout.trained_sizes[index] * item
         paired_bytes = gradients if index in paired else 0
         chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
         if not layer.compiled:
+            boundaries = 2 * max(activations.boundary)
             return 2 * activations.kept[index] + chunk + boundaries + gradients + paired_bytes
-        whole = int(activations.kept_at_most(index) * (KEPT_IN_BF16 if plan.compute.fp8 else 1))
-        graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
-        if chunk:
-            graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
-        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + paired_bytes
-        return most - activations.kept_within(index, layer.activation_budget)
+        most = activations.backward_within(index, layer.activation_budget, chunk)
+        return most + entering + paired_bytes - activations.kept_within(index, layer.activation_budget)
 
     found: dict[Hashable, int] = {}
     result = []
-    for i, layer in enumerate(plan.layers[:-1]):
-        kind = activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired
+    for i, (layer, following) in enumerate(pairwise(plan.layers)):
+        entering = 0 if following.boundary is Tier.HBM else activations.boundary[i + 1]
+        alike = activations.alike[i], layout.trained_sizes[i]
+        kind = *alike, layer.compiled, layer.activation_budget, i in paired, entering
         if kind not in found:
-            found[kind] = of(i, layer)
+            found[kind] = of(i, layer, entering)
         result.append(found[kind])
     return result
 
@@ -83,31 +70,22 @@ def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: La
         return 0
     chunk_bytes = whole // plan.num_mlp_chunks
     weight_bytes = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
-    return int((COMPILED_BACKWARD if layer.compiled else 2) * chunk_bytes) + weight_bytes
-
-
-def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:
-    """Return the bytes that the backward of a compiled layer holds at most.
-
-    whole: bytes that the layer keeps with a budget of 1.
-    boundaries: bytes of two boundaries.
-    """
-    typical = int(COMPILED_BACKWARD * whole)
-    return typical if activation_budget > SMALL_BUDGET else max(typical, 2 * (whole - boundaries))
+    return int((CHUNK_BACKWARD if layer.compiled else 2) * chunk_bytes) + weight_bytes
 
 
 def fp8_bytes(plan: Plan, structure: ModelStructure) -> int:
-    """Return the bytes of what the backward of one FP8 product rounds, of the largest one.
+    """Return the bytes of what the backward of one FP8 product rounds, of the largest one, if layers are not compiled.
 
-    These are copies of the weight and the input, and two of the output's gradient. A layer that is not compiled makes
-    the widest of them in FP32, twice.
+    These are copies of the weight and the input, and two of the output's gradient, and twice the widest of them in
+    FP32. The backward of a compiled layer counts its own (backward_memory.py).
     """
+    if all(layer.compiled for layer in plan.layers[1:-1]):
+        return 0
     tokens = plan.step.micro_batch_size * plan.step.seq_len
-    compiled = all(layer.compiled for layer in plan.layers[1:-1])
 
     def of(rows: int, columns: int) -> int:
-        copies = rows * columns + tokens * (columns + 2 * rows)
-        return copies if compiled else copies + 2 * torch.float32.itemsize * max(rows, tokens) * max(rows, columns)
+        widest = max(rows, tokens) * max(rows, columns)
+        return rows * columns + tokens * (columns + 2 * rows) + 2 * torch.float32.itemsize * widest
 
     return max((of(*shape) for shape in structure.fp8_shapes), default=0)
 

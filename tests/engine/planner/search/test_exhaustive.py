@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU, HardwareProfile, RateCurve
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.discovery.backward_memory import Moment
 from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS, BudgetCost, CompileTrial
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
@@ -71,7 +72,8 @@ def compiled(activations: ActivationBytes) -> ActivationBytes:
     """Return activations with budgets about as a block of Qwen2.5 has them: the last bytes cost most to do without."""
     whole = activations.kept[1] // 2
     flops = 2 * 17e6 * SEQ
-    budgets = tuple(BudgetCost(b, int(b * whole), flops * (1 - b) ** 2) for b in ACTIVATION_BUDGETS)
+    moments = (Moment(7 * whole // 4, 0),)
+    budgets = tuple(BudgetCost(b, int(b * whole), moments, flops * (1 - b) ** 2) for b in ACTIVATION_BUDGETS)
     of_blocks = [CompileTrial(budgets)] * (len(activations.kept) - 2)
     return replace(activations, compiled=(None, *of_blocks, None))
 

@@ -43,7 +43,7 @@ def test_bytes_that_rise_in_a_line_take_few_looks(crossing: int, bend: Callable[
 def test_what_is_alike_is_the_same_in_every_respect() -> None:
     assert first_alike(["a", "b", "a", "c", "b"]) == (0, 1, 0, 3, 1)
     assert first_alike([]) == ()
-    trials = [CompileTrial((BudgetCost(1.0, kept, 0.0),)) for kept in (5, 5, 5, 6, 5)]
+    trials = [CompileTrial((BudgetCost(1.0, kept, (), 0.0),)) for kept in (5, 5, 5, 6, 5)]
     activations = ActivationBytes((1, 1, 1, 1, 2), (3, 3, 4, 3, 3), compiled=tuple(trials))
     assert activations.alike == (0, 0, 2, 3, 4), "what is kept, by a budget too, and what enters the layer behind"
     assert ActivationBytes((1, 1, 1), (3, 3, 3)).alike == (0, 0, 0)
