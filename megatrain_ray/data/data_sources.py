@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, NothingToLearnError
 from megatrain_ray.io.batching.corpus import open_corpus
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.logprob_files import open_logprobs
@@ -43,9 +43,11 @@ def naming_held_out(data: DataConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if data.key == "data.path":
+        is_share = data.key == "data.path"  # the files are named there; that nothing is left is due to the share
+        if is_share and not isinstance(error, NothingToLearnError):
             raise
-        raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
+        key = "data.eval_fraction" if is_share else r"data.eval_\1"
+        raise ConfigError(*(re.sub(r"\bdata\.(path|dataset)\b", key, line) for line in error.args)) from None
 
 
 def open_windows(

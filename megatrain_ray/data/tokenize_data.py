@@ -117,7 +117,7 @@ def check_there(config: TrainConfig) -> None:
     if config.evaluates and (held_out := config.data.held_out) is not None:
         with naming_held_out(held_out):
             evaluated = _find(held_out)
-        if config.data.eval_path is not None and (both := trained & evaluated):
+        if config.train.steps != 0 and config.data.eval_path is not None and (both := trained & evaluated):
             say(f"warning: data.eval_path: {min(both)} is trained on as well, so its loss says nothing of new text")
 
 

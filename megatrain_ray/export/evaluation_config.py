@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from megatrain_ray.config.groups import DataConfig, ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
+from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
@@ -57,7 +58,9 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset, **whole}
     # Answers that are sampled now are compared with no reference.
     train: Mapping[str, Any] = {"policy": {}, "reference": None} if data.kind == "prompts" else {}
-    with _without_updates(name, config, step, update, train) as changed:
+    # What is read as the training data are the held-out ones as well.
+    naming = nullcontext() if data.eval_path is None else naming_held_out(data.held_out)
+    with naming, _without_updates(name, config, step, update, train) as changed:
         yield changed
 
 
@@ -68,7 +71,7 @@ def naming_reference(train: OptimizationConfig) -> Iterator[None]:
         yield
     except ConfigError as error:
         key = "train.distillation.teacher" if train.objective == "distill" else "train.reference"
-        raise ConfigError(re.sub(r"^model\.path\b", key, str(error))) from None
+        raise ConfigError(*(re.sub(r"^model\.path\b", key, line) for line in error.args)) from None
 
 
 @contextmanager

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.data_worker import HeldOutData
+from megatrain_ray.data.tokenize_data import check_there
 from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
+from megatrain_ray.errors import ConfigError, NothingToLearnError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.run.run_history import read_history
@@ -220,3 +224,23 @@ def test_held_out_data_that_are_not_there(tmp_path: Path, value: str) -> None:
     assert refused.returncode == 2
     assert "data.eval_path: no such file: gone.txt" in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("kept", "key"), [("eval_fraction", "data.eval_fraction"), ("eval_path", "data.eval_path")])
+def test_held_out_data_with_nothing_to_learn_are_named_in_lines(kept: str, key: str) -> None:
+    value = {"eval_fraction": 0.1, "eval_path": "held"}[kept]
+    data = DataConfig.model_validate({"path": "x", "seq_len": 2, "tokenizer": "bytes", kept: value}).held_out
+    assert data is not None
+    with pytest.raises(ConfigError) as caught, naming_held_out(data):
+        raise NothingToLearnError("data.path: nothing to learn", "2 records")
+    assert str(caught.value) == f"{key}: nothing to learn\n2 records"
+
+
+@pytest.mark.parametrize(("length", "warned"), [({"steps": 3}, 1), ({"epochs": 3}, 1), ({"steps": 0}, 0)])
+def test_only_a_training_warns_of_held_out_files_that_it_reads(
+    length: dict[str, int], warned: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = config(Path("run"), {"model_type": "gpt2"}, data__eval_path=str(TEXT), eval_every=1)
+    tree["train"] = {"lr": 1e-3, "batch_size": 1, **length}
+    check_there(TrainConfig.model_validate(tree))
+    assert capsys.readouterr().err.count("tinyshakespeare.txt is trained on as well") == warned

@@ -44,6 +44,7 @@ def test_nothing_is_updated_saved_or_left_behind(tmp_path: Path) -> None:
         (["{model}"], "{model} is no run directory: give --config FILE, a configuration with data.eval_path or"),
         (["{model}", "--config", "{file}"], "data.eval_path is required: files to evaluate on"),
         (["{model}", "--config", "{file}", "data.eval_path={file}", "--step", "3"], "{model} is no run directory"),
+        (["{model}", "--config", "{file}", "data.eval_path=gone.txt"], "error: data.eval_path: no such file: gone.txt"),
         (["{here}/gone", "--config", "{file}", "data.eval_path={file}"], "{here}/gone is no folder, nor can it be a"),
         (["{run}", "--step", "3"], "{run} holds no save yet: train until one is made"),
     ],
