@@ -36,6 +36,7 @@ from megatrain_ray.io.rollouts.advantages import Grouping, ScaleRewards, advanta
 from megatrain_ray.io.rollouts.read_rollout import Rollout, read_rollout
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, SAMPLER_LOGPROB, WEIGHT_TYPE, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
+from megatrain_ray.units import format_quantity
 
 COLUMNS = ADVANTAGE, SAMPLER_LOGPROB  # of the sequences
 
@@ -194,6 +195,7 @@ def _check_lengths(rollout: Rollout, num_tokens: int) -> None:
     for key, values in given.items():
         if isinstance(values, np.ndarray) and values.size != num_tokens:
             raise RecordError(
-                f"{key}: has {values.size} numbers, and the answer {num_tokens} tokens; expected as many"
+                f"{key}: has {format_quantity(values.size, 'number')}, and the answer "
+                f"{format_quantity(num_tokens, 'token')}; expected as many"
                 + ("" if rollout.completion_ids is not None else ". completion_ids says which tokens were sampled")
             )

@@ -129,7 +129,8 @@ def test_numbers_for_other_tokens_are_refused() -> None:
     found = encoder()((IDS | {"reward": 1, "logprobs": [-1, -2]}, 0.0)).problem
     assert found == "logprobs: has 2 numbers, and the answer 3 tokens; expected as many"
     found = encoder()(({"prompt": "a", "completion": "b", "reward": 1, "mask": [1]}, 0.0)).problem
-    assert found is not None and found.endswith("completion_ids says which tokens were sampled")
+    assert found is not None and found.startswith("mask: has 1 number, and the answer 2 tokens; expected as many")
+    assert found.endswith("completion_ids says which tokens were sampled")
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
