@@ -60,7 +60,7 @@ def _own(reward: str, key: str) -> tuple[str, RewardFunction]:
         module = _module(module_name)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
-    except Exception as error:  # the module is a program and may raise anything
+    except (Exception, SystemExit) as error:  # the module is a program and may raise anything
         raise ConfigError(f"{key}: {module_name} cannot be imported: {type(error).__name__}: {error}") from None
     function = getattr(module, name, None)
     if not callable(function):

@@ -131,8 +131,8 @@ def _scored(functions: Mapping[str, Any], given: dict[str, list[Any]], columns: 
     for name, function in functions.items():
         try:
             found[name] = _checked(function(**given, **columns), len(given["completions"]))
-        except Exception as error:
-            lines = traceback.extract_tb(error.__traceback__)[1:]
+        except (Exception, SystemExit) as error:
+            lines = [line for line in traceback.extract_tb(error.__traceback__) if line.filename != __file__]
             where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
             return MegatrainError(
                 f"the reward function {name} failed: {type(error).__name__}: {error}{where}; mend it or the records"

@@ -30,6 +30,8 @@ def fails(completions, **columns):
         return [1]
     if completions == ["huge"]:
         return [1e39]
+    if completions == ["exit"]:
+        raise SystemExit("enough")
     if completions == ["die"]:
         os._exit(3)
     while completions == ["hang"]:
@@ -76,10 +78,12 @@ def test_math_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_functions(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(own.parent)
+    Path("ends.py").write_text("raise SystemExit(3)")
     for name in (str(own), "own_rewards.py", "own_rewards"):
         assert find_rewards([f"{name}:length"])["length"](prompts=["ab"], completions=["c"], answer=[10]) == [13]
     for given, message in (
         ("own_rewards:none", "rewards.0: own_rewards has no function none"),
+        ("ends.py:f", "rewards.0: ends.py cannot be imported: SystemExit: 3"),
         ("absent.py:f", "rewards.0: no such file: absent.py"),
         ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
     ):
@@ -105,13 +109,15 @@ def test_the_process_answers_fails_hangs_and_dies(process: RewardProcess) -> Non
     assert process.names == ("partly", "fails")
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}
     with pytest.raises(
-        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:19\)"
+        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:21\)"
     ):
         answered(process, ["skip"])
     with pytest.raises(
-        MegatrainError, match=r"fails failed: ValueError: expected None or finite numbers of at most 3.4e"
+        MegatrainError, match=r"fails failed: ValueError: expected None or finite numbers of at most 3.*1e\+39; mend"
     ):
         answered(process, ["huge"])
+    with pytest.raises(MegatrainError, match=r"fails failed: SystemExit: enough \(.*own_rewards.py:16\)"):
+        answered(process, ["exit"])
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "it goes on after a failure"
     process.ask([""], ["skip"], {"level": [2]})  # by an attempt at a run that ends before the answer
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "what was asked before is discarded"
