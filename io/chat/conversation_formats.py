@@ -212,8 +212,9 @@ class AutoLayout:
         if not found:
             check_keys(frozenset(record), FORMAT_KEYS)
         fits = "several formats at once" if found else "no known format"
+        keys = ", ".join(f"{key}: null" if value is None else str(key) for key, value in record.items())
         raise RecordError(
-            f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, "
+            f"its keys ({keys or 'none'}) fit {fits}; expected messages, conversations, "
             'instruction and output, or prompt and completion, as {"prompt": "Hi", "completion": "Hello"}. State '
             "data.chat_format, or rename the keys"
         )

@@ -137,6 +137,7 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
     "a text": ("Q", "auto", "expected a mapping, got 'Q'"),
     "a list": ([USER], "auto", "expected a mapping, got [{'role'"),
     "no format": ({"question": "Q", "answer": "A"}, "auto", "its keys (question, answer) fit no known format"),
+    "null": ({"prompt": "Q", "completion": None}, "auto", "its keys (prompt, completion: null) fit no known format"),
     "no keys": ({}, "auto", "its keys (none) fit no known format"),
     "two formats": (alpaca(messages=[USER]), "auto", "fit several formats at once"),
     "two lists": (turns(USER, conversations=[USER]), "auto", "fit several formats at once"),
