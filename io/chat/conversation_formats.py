@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatrain_ray.io.chat.messages import THOUGHT_KEYS, new_message, parse_tools, text_of
 from megatrain_ray.io.images.image_parts import LIST_KEYS, UNREAD
-from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, keys_of, missing_key
 
 ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"]
 Learn = Literal["all", "last"]
@@ -127,7 +127,7 @@ class TurnsLayout:
         check_keys(frozenset(record), (self.turns, self.system, self.tools))
         turns = record.get(self.turns)
         if not isinstance(turns, list) or not turns:
-            found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {', '.join(map(str, record))})"
+            found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {keys_of(record)})"
             raise RecordError(f"{self.turns}: expected a list of turns, got {found}")
         return _conversation(record, self.read_turns(turns), self.system, self.tools)
 
@@ -212,9 +212,8 @@ class AutoLayout:
         if not found:
             check_keys(frozenset(record), FORMAT_KEYS)
         fits = "several formats at once" if found else "no known format"
-        keys = ", ".join(f"{key}: null" if value is None else str(key) for key, value in record.items())
         raise RecordError(
-            f"its keys ({keys or 'none'}) fit {fits}; expected messages, conversations, "
+            f"its keys ({keys_of(record)}) fit {fits}; expected messages, conversations, "
             'instruction and output, or prompt and completion, as {"prompt": "Hi", "completion": "Hello"}. State '
             "data.chat_format, or rename the keys"
         )

@@ -31,7 +31,7 @@ from megatrain_ray.io.chat.conversation_formats import (
     read_conversation,
     turns_layout,
 )
-from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, keys_of, missing_key
 from megatrain_ray.io.tokens.token_files import LossWeights, TokenArray
 
 Sequence = tuple[TokenArray, LossWeights]
@@ -87,7 +87,7 @@ class PairLayout:
             asked = len([turn for turn in layout.read_turns(turns) if turn.message["role"] == "assistant"])
             conversation = layout.read({**record, layout.turns: [*turns, *answer]}).with_last_only(asked)
         else:
-            raise RecordError(f"expected a prompt beside {key}; its keys are {', '.join(map(str, record))}")
+            raise RecordError(f"expected a prompt beside {key}; its keys are {keys_of(record)}")
         if not conversation.answers:
             raise RecordError(f"{key}: expected an answer of the assistant, got {record[key]!r:.60}")
         if any(weight != 1 for _, weight in conversation.answers):
@@ -157,7 +157,7 @@ class UnpairedLayout:
         names = LABEL_KEYS if self.label is None else (self.label,)
         name = next((name for name in names if fields.get(name) is not None), names[0])
         if not isinstance(is_good := fields.get(name), bool):
-            got = f"{is_good!r:.60}" if name in fields else f"no such key (keys: {', '.join(map(str, fields))})"
+            got = f"{is_good!r:.60}" if name in fields else f"no such key (keys: {keys_of(fields)})"
             raise RecordError(f"{name}: expected true or false: whether the answer is good, got {got}")
         fields = {key: value for key, value in fields.items() if key != name}
         layout = self._recognised(fields)

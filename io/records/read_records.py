@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from megatrain_ray.units import format_quantity
 
 BadRecords = Literal["error", "skip"]
 REMEMBERED = 5  # locations kept of each outcome
+SHOWN_KEYS = 8  # of a record
 NUM_SHOWN = 3  # of these, locations that a line of the report names
 BOM = b"\xef\xbb\xbf"
 
@@ -108,8 +110,13 @@ def numbers_under(record: Mapping[str, Any], key: str, expected: str, kinds: str
 
 def missing_key(record: Mapping[str, Any], key: str, setting: str = "") -> RecordError:
     """Return the error that a record lacks a key, which `setting` names: ` (data.text_field)`."""
-    keys = ", ".join(repr(key) for key in list(record)[:8]) or "none"
-    return RecordError(f"no key {key!r}{setting}; its keys are {keys}")
+    return RecordError(f"no key {key!r}{setting}; its keys are {keys_of(record)}")
+
+
+def keys_of(record: Mapping[str, Any]) -> str:
+    """Return the first keys of a record, for a message. Those whose value is null are marked."""
+    first = [f"{key!r}: null" if value is None else repr(key) for key, value in islice(record.items(), SHOWN_KEYS)]
+    return ", ".join([*first, *["…"] * (len(record) > SHOWN_KEYS)]) or "none"
 
 
 def check_unicode(text: str, what: str) -> str:

@@ -17,7 +17,7 @@ from megatrain_ray.io.chat.conversation_formats import (
     check_keys,
     number_under,
 )
-from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, numbers_under
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, keys_of, numbers_under
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 IDS = "prompt_ids", "completion_ids"
@@ -67,7 +67,7 @@ def read_rollout(record: Any) -> Rollout:
     check_keys(frozenset(map(str, fields)), KEYS)
     for text_key, ids_key in zip(("prompt", "completion"), IDS, strict=True):
         if (text_key in fields) == (ids_key in fields):
-            has = "both" if text_key in fields else f"neither (keys: {', '.join(map(str, fields))})"
+            has = "both" if text_key in fields else f"neither (keys: {keys_of(record)})"
             raise RecordError(f"expected either {text_key} or {ids_key}, got {has}")
     if "prompt_ids" in fields and "completion_ids" not in fields:
         raise RecordError("completion: goes with a prompt; with prompt_ids give completion_ids")

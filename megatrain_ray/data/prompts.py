@@ -20,9 +20,10 @@ from megatrain_ray.io.chat.template_ending import last_mark, text_after_answer
 from megatrain_ray.io.records.choose_records import RecordChoice, chosen_records
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files
-from megatrain_ray.io.records.read_records import as_mapping, as_written
+from megatrain_ray.io.records.read_records import as_mapping, as_written, keys_of
 from megatrain_ray.io.rollouts.encode_prompts import PROMPT, asked_of
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
+from megatrain_ray.units import format_quantity
 
 
 def find_prompts(data: DataConfig) -> tuple[Path, ...]:
@@ -63,9 +64,9 @@ class Prompts:
         lengths = np.asarray(self._corpus.document_lengths)
         if (long := np.flatnonzero(lengths > most_tokens)).size:
             raise ConfigError(
-                f"data.path: the prompt of record {long[0] + 1} has {lengths[long[0]]} tokens ({long.size} are too "
-                f"long), and data.seq_len - train.rollouts.max_new_tokens leaves {most_tokens}; shorten or leave out "
-                "the records, or change one of the two"
+                f"data.path: the prompt of record {long[0] + 1} has {lengths[long[0]]} tokens "
+                f"({format_quantity(long.size, 'prompt')} too long), and data.seq_len - train.rollouts.max_new_tokens "
+                f"leaves {most_tokens}; shorten or leave out the records, or change one of the two"
             )
 
     def check_columns(self, key: str) -> None:
@@ -74,7 +75,7 @@ class Prompts:
             if record.get(key) is None:
                 raise ConfigError(
                     f"train.rollouts.rewards: exact, math and a regex with a group compare with the column {key!r}, "
-                    f"which record {number} of data.path lacks; its keys are {', '.join(map(repr, record))}"
+                    f"which record {number} of data.path lacks; its keys are {keys_of(record)}"
                 )
 
     def draw(self, sampling: int, count: int) -> list[DrawnPrompt]:

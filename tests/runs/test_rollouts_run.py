@@ -164,7 +164,7 @@ def test_what_is_wrong_is_told_before_a_process_starts(tmp_path: Path) -> None:
     own = str(tmp_path / "rewards.py")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rewards": [f"{own}:absent"]}, "rewards.0: " + own + " has no function absent"),
-        ({"max_new_tokens": 80}, "the prompt of record 1 has 55 tokens (6 are too long), and data.seq_len"),
+        ({"max_new_tokens": 80}, "the prompt of record 1 has 55 tokens (6 prompts too long), and data.seq_len"),
         ({"rewards": ["length"]}, "train.rollouts.rewards: expected exact, math, format, {regex: PATTERN}"),
         ({"group_size": 3}, "train.batch_size: 16 answers are no whole groups of train.rollouts.group_size: 3"),
     )

@@ -136,15 +136,19 @@ USER, ANSWER = said(("user", "Q"), ("assistant", "A"))
 BAD: dict[str, tuple[Any, ChatFormat, str]] = {
     "a text": ("Q", "auto", "expected a mapping, got 'Q'"),
     "a list": ([USER], "auto", "expected a mapping, got [{'role'"),
-    "no format": ({"question": "Q", "answer": "A"}, "auto", "its keys (question, answer) fit no known format"),
-    "null": ({"prompt": "Q", "completion": None}, "auto", "its keys (prompt, completion: null) fit no known format"),
+    "no format": ({"question": "Q", "answer": "A"}, "auto", "its keys ('question', 'answer') fit no known format"),
+    "null": (
+        {"prompt": "Q", "completion": None},
+        "auto",
+        "its keys ('prompt', 'completion': null) fit no known format",
+    ),
     "no keys": ({}, "auto", "its keys (none) fit no known format"),
     "two formats": (alpaca(messages=[USER]), "auto", "fit several formats at once"),
     "two lists": (turns(USER, conversations=[USER]), "auto", "fit several formats at once"),
     "another format": (
         alpaca(),
         "sharegpt",
-        "conversations: expected a list of turns, got none (keys: instruction, output)",
+        "conversations: expected a list of turns, got none (keys: 'instruction', 'output')",
     ),
     "no output": ({"instruction": "Q"}, "alpaca", "no key 'output'; its keys are 'instruction'"),
     "null output": (alpaca(output=None), "auto", "empty turn of assistant"),

@@ -66,7 +66,7 @@ def test_all_turns_of_a_completion_count() -> None:
     [
         (
             {"prompt": "Q", "completion": "A"},
-            "label: expected true or false: whether .*, got no such key .keys: prompt, completion",
+            "label: expected true or false: whether .*, got no such key .keys: 'prompt', 'completion'",
         ),
         ({"prompt": "Q", "completion": "A", "label": 1}, "label: expected true or false: .* got 1"),
         ({"prompt": "Q", "label": True}, "fit no known format"),

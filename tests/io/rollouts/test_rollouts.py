@@ -100,7 +100,7 @@ LOGPROBS = "logprobs: expected finite log-probabilities of 0 and less, or null w
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"completion_ids": [1], "reward": 1}, "expected either prompt or prompt_ids, got neither (keys: complet"),
+        ({"prompt": None, "reward": 1}, "expected either prompt or prompt_ids, got neither (keys: 'prompt': null, 'r"),
         (IDS | {"prompt": "a", "reward": 1}, "expected either prompt or prompt_ids, got both"),
         ({"prompt_ids": [1], "completion": "a", "reward": 1}, "completion: goes with a prompt; with prompt_ids give"),
         (IDS, "expected a reward or an advantage, got neither"),
