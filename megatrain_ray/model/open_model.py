@@ -142,11 +142,14 @@ def _read_config(path: Path, key: str) -> dict[str, Any]:
 def _check_names(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown setting whose name is close to a known one.
 
-    It is probably a typo, which Transformers would ignore.
+    It is probably a typo, which Transformers would ignore. Types that refuse their own defaults are not checked.
     """
     from transformers import AutoConfig
 
-    default = AutoConfig.for_model(config["model_type"])
+    try:
+        default = AutoConfig.for_model(config["model_type"])
+    except Exception:  # of any kind: each type has checks of its own
+        return
     known = {*default.to_dict(), *default.attribute_map, "bos_token_id", "eos_token_id", "pad_token_id"}
     for name in config.keys() - known:
         close = get_close_matches(name, known, n=1, cutoff=0.85)

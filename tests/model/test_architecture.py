@@ -43,6 +43,7 @@ class OwnModel(LlamaForCausalLM):
         ({"model_type": "lama"}, "'lama' is none that this version of Transformers has"),
         ({"hidden_size": 8}, "None is none that this version of Transformers has"),
         ({"model_type": "gpt2", "n_layers": 3}, "no n_layers; did you mean n_layer?"),
+        ({"model_type": "gemma4_assistant"}, "configuration builds no gemma4_assistant model"),
         ({"model_type": "own", "auto_map": {}}, "needs its folder"),
     ],
 )

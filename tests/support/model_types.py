@@ -24,6 +24,10 @@ NGRAMS = {
 }  # fmt: skip
 NOTE = {"head_dim": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "per_layer_config": {}}
 
+# Settings without which a type's configuration refuses its own defaults.
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
 # What a default configuration lacks, and what the rules of sizes do not know, by type.
 CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {4: 2}, "max_value_projector_patch_to_query_dict": 2},
@@ -52,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}},
     "gemma3n": {"text_config": {**SLIDING_AND_FULL, "num_kv_shared_layers": 2}},
     "gemma3n_text": {**SLIDING_AND_FULL, "num_kv_shared_layers": 2},
+    "gemma4_assistant": {"text_config": {"num_kv_shared_layers": 4}},
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 0}},
     "glm4v": {"text_config": AXES},
     "glm46v": {"text_config": AXES},
@@ -100,7 +105,8 @@ def settings_of(model_type: str) -> dict[str, Any]:
 
     Encoders with a causal head are decoders in it, and a model of images and text is the whole model.
     """
-    settings = _changed(shrink(AutoConfig.for_model(model_type).to_dict()), CHANGES.get(model_type, {}))
+    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
+    settings = _changed(shrink(config.to_dict()), CHANGES.get(model_type, {}))
     if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and "is_decoder" in settings:
         settings["is_decoder"] = True
     if whole := auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type):
