@@ -71,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4},
     "hunyuan_vl": {"text_config": {"head_dim": 8, "rope_parameters": {**ROPE, "xdrope_section": [1, 1, 1, 1]}}},
+    "inkling_mm_model": {"vision_config": {"patch_size": 16}},  # with 14, a layer of its tower has no weights
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
     "ministral": {"head_dim": 8},
     "mistral4": {
