@@ -40,6 +40,8 @@ class Trained:
     It keeps one save, and the best one, which is the first: its held-out loss rises.
 
     Every trial is made in `run_dir`, since that is part of the settings.
+
+    begun: what a kill after the first save leaves, once for each command of MOST_OF.
     """
 
     run_dir: Path
@@ -48,6 +50,7 @@ class Trained:
     masters: dict[str, Tensor]
     moments: Sequence[Moment]
     calls: Sequence[DiskCall]
+    begun: Sequence[Moment]
 
     def start(self) -> subprocess.CompletedProcess[str]:
         return IN_PROCESS(str(self.file))
@@ -95,11 +98,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     )  # fmt: skip
     path = write_config(folder / "config.yaml", tree)
     calls: list[DiskCall] = []
-    moments = Moments(run_dir, folder / "moments")
+    moments, begun = Moments(run_dir, folder / "moments"), Moments(run_dir, folder / "begun")
 
     def see(call: DiskCall) -> None:
         calls.append(call)
         moments(call)
+        if call.path == "saves/step_4/owner.json" and not begun.all:
+            for _ in MOST_OF:
+                begun(call)
 
     with disk_calls(run_dir, see):
         done = IN_PROCESS(str(path))
@@ -107,7 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     masters = exported_masters(run_dir, folder / "masters")
     assert len(moments.all) <= MOST_MOMENTS
     different = list(dict.fromkeys(calls))
-    return Trained(run_dir, path, losses(run_dir), masters, moments.all, different)
+    return Trained(run_dir, path, losses(run_dir), masters, moments.all, different, begun.all)
 
 
 def put_back(trained: Trained, moment: Moment) -> None:
@@ -182,6 +188,7 @@ def export_moments(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -
     moments = Moments(folder / "all", folder / "moments")
     with disk_calls(folder / "all", moments):
         exported_masters(trained.run_dir, folder / "all" / "model")
+    moments(DiskCall("end", "model"))  # nothing was killed: the last is whole
     assert len(moments.all) <= MOST_OF_EXPORT
     return moments.all
 
@@ -206,13 +213,7 @@ class Commands:
     """Runs commands on the run as a kill after its first save leaves it. The temporary folder is in its directory."""
 
     def __init__(self, trained: Trained, folder: Path) -> None:
-        begun = next(moment for moment in trained.moments if moment.call.path == "saves/step_4/owner.json")
-        put_back(trained, begun)
-        (trained.run_dir / "tmp").mkdir()
-        copies = Moments(trained.run_dir, folder / "start")
-        for _ in MOST_OF:
-            copies(begun.call)
-        self._starts = dict(zip(MOST_OF, copies.all, strict=True))
+        self._starts = dict(zip(MOST_OF, trained.begun, strict=True))
         self._trained, self._folder = trained, folder
         self._moments: dict[str, Sequence[Moment]] = {}
 
@@ -225,6 +226,7 @@ class Commands:
     def moments(self, command: str) -> Sequence[Moment]:
         if command not in self._moments:
             put_back(self._trained, self._starts[command])
+            (self._trained.run_dir / "tmp").mkdir()
             moments = Moments(self._trained.run_dir, self._folder / command)
             with disk_calls(self._trained.run_dir, moments):
                 done = self.run(command)
