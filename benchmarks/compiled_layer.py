@@ -4,10 +4,8 @@
                                         [--chunks 512,4096]
 
 Shapes are those of Qwen2.5, weights and inputs are random numbers, on a GPU. Model TFLOPS are as in docs/bench.md. What
-plans count for a backward (work_bytes.COMPILED_BACKWARD) is `kept_bytes` + `backward_bytes` + the layer's output (as
-many bytes as its gradient) - 4 bytes for each weight of one MLP matrix (at the peak the gradients of two of them are
-there), divided by `kept_bytes` with a budget of 1. Kept bytes are taken here without the layer's output, which is kept
-with any budget.
+plans count for a backward (backward_memory.py) is `kept_bytes` + `backward_bytes`, less the layer's output, which is
+part of `kept_bytes` here.
 """
 
 from __future__ import annotations

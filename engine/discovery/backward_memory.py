@@ -4,15 +4,15 @@ The compiler computes element-wise operations and sums in kernels together with 
 inputs and results of such a kernel are in memory at once; what passes inside it is in registers. Any other operation,
 such as a matrix product or attention, is a kernel of its own. A result is freed after the last kernel that reads it.
 
-Layers measured on an H200 (benchmarks/results/2026-11-23_h200_layers_*) took as much to the byte with budgets up to
-0.05, for Qwen2.5-7B and 14B. With larger budgets the simulation is up to 5 % above them, once 26 % (14B at 0.4).
+Layers of Qwen2.5-7B and 14B took this much on an H200, to the byte, with activation budgets up to 0.05, and up to 5 %
+less with larger ones, once 21 % (benchmarks/results/2026-11-23_h200_layers_*). Blocks of experts took 12 to 19 % less
+on an H100 (2026-11-27_h100_qwen3_30b_aliased, olmoe_7b).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ SHARING = {
     "zeros", "zeros_like", *SUMS, *SCATTERS,
 }  # fmt: skip
 CHUNKED_MLP = "chunked_mlp_backward"  # chunked_mlp.py
-LARGE = 1 << 12  # elements of a tensor that is worth sharing a kernel for
+LARGE = 1 / 16  # of the elements of the layer's output: a tensor that is worth sharing a kernel for
 
 
 class Moment(NamedTuple):
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 def backward_moments(
     graph: fx.Graph, primals: Sequence[object], tangents: Sequence[object], weights: Set[torch.Size]
 ) -> tuple[Moment, ...]:
-    """Return the moments of a backward that take the most memory: no later one in the list has more bytes of a kind.
+    """Return the moments of a backward that may take the most memory. One that has less of everything is left out.
 
     What the forward kept counts, and the gradients that the backward returns. Inputs of the forward and the gradient of
     its output do not.
@@ -82,6 +82,7 @@ class _SimulatedBackward:
         self._written = self._find_written()
         self._sources = {node: self._sources_of(node) for node in self._written}
         self._given = {node for node in graph.nodes if node.op == "placeholder"}
+        self._large = LARGE * max((t.numel() for t in tensors_in([tangents])), default=0)
         is_weight = [isinstance(primal, torch.Tensor) and primal.shape in weights for primal in primals]
         of_weights = {roots[n] for n, of in zip(outputs, is_weight, strict=False) if of and isinstance(n, fx.Node)}
         self._of_weights = self._made_of(weights) | of_weights
@@ -134,37 +135,15 @@ class _SimulatedBackward:
 
     def _kernels(self) -> list[set[fx.Node]]:
         """Join operations that read the same large tensors, those with the most bytes in common first."""
-        kernels = {node: {node} for node in self._written}
-        readers = defaultdict(set)
-        for node in self._written:
-            for source in self._sources[node]:
-                readers[source].add(node)
-
-        def leads_to(first: fx.Node, second: fx.Node) -> bool:
-            """Return whether another kernel reads what `first` computes, and `second` needs that one's results."""
-            target, seen = kernels[second], set()
-            waiting = [n for node in kernels[first] for n in readers[node] if n not in target | kernels[first]]
-            while waiting:
-                node = waiting.pop()
-                if node in seen:
-                    continue
-                if node in target:
-                    return True
-                seen |= kernels[node]
-                waiting += [reader for member in kernels[node] for reader in readers[member]]
-            return False
-
+        kernels = _Kernels({node: self._sources[node] & self._written for node in self._written})
         for a, b in self._pairs():
-            if kernels[a] is kernels[b] or leads_to(a, b) or leads_to(b, a):
-                continue
-            kernels[a] |= kernels[b]
-            for node in kernels[b]:
-                kernels[node] = kernels[a]
-        return list({id(kernel): kernel for kernel in kernels.values()}.values())
+            kernels.join(a, b)
+        return list(kernels.members.values())
 
     def _pairs(self) -> list[tuple[fx.Node, fx.Node]]:
         """Return the operations with as many elements that may share a kernel, the best first."""
-        touched = {n: {s for s in self._sources[n] | {n} if _elements(s) >= LARGE} for n in self._written if _shares(n)}
+        sharing = [n for n in self._written if _shares(n)]
+        touched = {n: {s for s in self._sources[n] | {n} if _elements(s) >= self._large} for n in sharing}
         sizes = {node: max(map(_elements, tensors), default=0) for node, tensors in touched.items()}
         found = []
         for a, b in combinations(sorted(touched, key=self._place.__getitem__), 2):
@@ -180,13 +159,57 @@ class _SimulatedBackward:
         """
         waiting = sorted(kernels, key=lambda kernel: max(map(self._place.__getitem__, kernel)))
         order: list[set[fx.Node]] = []
-        done = set(self._given)
+        done: set[fx.Node] = set()
         while waiting:
-            kernel = next(k for k in waiting if all(self._sources[node] - k <= done for node in k))
+            kernel = next(k for k in waiting if all(self._sources[node] & self._written <= done | k for node in k))
             waiting.remove(kernel)
             order.append(kernel)
             done |= kernel
         return order
+
+
+class _Kernels:
+    """Holds which operations share a kernel. A kernel has the name of one of its operations.
+
+    reads: for each operation, those whose results it reads.
+    """
+
+    def __init__(self, reads: Mapping[fx.Node, Set[fx.Node]]) -> None:
+        self.members = {node: {node} for node in reads}
+        self._kernel = {node: node for node in reads}
+        self._before = {node: set(sources) for node, sources in reads.items()}
+        self._after: dict[fx.Node, set[fx.Node]] = {node: set() for node in reads}
+        for node, sources in reads.items():
+            for source in sources:
+                self._after[source].add(node)
+
+    def join(self, a: fx.Node, b: fx.Node) -> None:
+        """Make two operations share a kernel, unless one needs what a third kernel makes of the other's results."""
+        one, other = self._kernel[a], self._kernel[b]
+        if one is other or self._is_between(one, other) or self._is_between(other, one):
+            return
+        for node in self.members[other]:
+            self._kernel[node] = one
+        self.members[one] |= self.members.pop(other)
+        for forth, back in ((self._before, self._after), (self._after, self._before)):
+            for kernel in forth[other]:
+                back[kernel].discard(other)
+                back[kernel].add(one)
+            forth[one] |= forth.pop(other)
+        for near in (self._before, self._after):
+            near[one] -= {one, other}
+
+    def _is_between(self, first: fx.Node, last: fx.Node) -> bool:
+        """Return whether a third kernel needs results of the first one, and the last one results of that."""
+        waiting = self._after[first] - {last}
+        seen = set(waiting)
+        while waiting:
+            following = self._after[waiting.pop()]
+            if last in following:
+                return True
+            waiting |= following - seen
+            seen |= following
+        return False
 
 
 def _is_view(node: fx.Node) -> bool:
