@@ -93,7 +93,7 @@ class PolicyObjective:
         level, way = self.correction.split("_")
         if level == "sequence":
             differences = documents.spread(documents.sums(differences))
-        ratios = differences.exp()
+        ratios = differences.clamp(max=MOST_LOG_RATIO).exp()
         if way == "truncate":
             return ratios.clamp(self.correction_min, self.correction_max)
         least = 0.0 if self.correction_min is None else self.correction_min
@@ -109,7 +109,7 @@ class PolicyObjective:
 
 def _k3(differences: torch.Tensor) -> torch.Tensor:
     """Return the estimate of a KL divergence that J. Schulman calls k3. differences: log r of each token."""
-    return differences.exp() - differences - 1
+    return differences.clamp(max=MOST_LOG_RATIO).exp() - differences - 1
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:

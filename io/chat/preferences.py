@@ -119,8 +119,12 @@ def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise RecordError(f"{CHOSEN} and {REJECTED}: expected two texts or two lists of turns, got {chosen!r:.60}")
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if length is None:
+    if length is None and len(chosen) == len(rejected):
         raise RecordError(f"{CHOSEN} and {REJECTED}: expected two answers that differ, got {chosen!r:.60}")
+    if length is None:
+        raise RecordError(
+            f"no prompt: one of {CHOSEN} and {REJECTED} begins with the other, and there is no key 'prompt'"
+        )
     if isinstance(chosen, str) and length and chosen[length - 1] == " ":
         length -= 1  # the blank belongs to the answers
     if not length:

@@ -21,6 +21,8 @@ from megatrain_ray.errors import ConfigError
 RewardFunction = Callable[..., Sequence[float | None]]
 
 ANSWER = "answer"  # column that holds the right answer
+# Answers in which math-verify finds a formula by itself: a sentence's last number, or what stands in delimiters.
+SENTENCE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n|\$|\\boxed|\\\(|\\\[")
 MATH_S = 2  # seconds, whole ones: within which a formula is understood or compared; a longer one is wrong
 THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)  # the pattern of TRL's think_format_reward
 
@@ -86,7 +88,8 @@ def _module(name: str) -> Any:
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return 1 for each completion that is the record's `answer`, blanks around both left out; else 0."""
-    return [float(text_of(made).strip() == str(right).strip()) for made, right in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(made).strip() == answer_text(right)) for made, right in pairs]
 
 
 def regex(pattern: re.Pattern[str], completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -98,7 +101,7 @@ def regex(pattern: re.Pattern[str], completions: Sequence[Any], **columns: Any) 
         return [float(pattern.search(text_of(made)) is not None) for made in completions]
     found = [[*pattern.finditer(text_of(made))][-1:] for made in completions]
     pairs = zip(found, columns[ANSWER], strict=True)
-    return [float(any((last[1] or "").strip() == str(right).strip() for last in lasts)) for lasts, right in pairs]
+    return [float(any((last[1] or "").strip() == answer_text(right) for last in lasts)) for lasts, right in pairs]
 
 
 def thought_first(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -115,17 +118,27 @@ def _math(key: str) -> RewardFunction:
     except ImportError:
         raise ConfigError(f"{key}: math needs math-verify: pip install 'megatrain-ray[math]'") from None
 
-    def math(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-        """Return 1 for each completion whose last number or formula equals the record's `answer`; else 0."""
-        pairs = zip(completions, answer, strict=True)
+    def math(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+        """Return 1 for each completion whose last number or formula equals the record's `answer`; else 0.
+
+        None where math-verify finds neither in the answer.
+        """
+
         # An answer such as 9^{9^{9^9}} would take the time of all. The limits take signals, which the process may have.
-        return [
-            float(verify(parse(str(right), parsing_timeout=MATH_S), parse(text_of(made), parsing_timeout=MATH_S),
-                         timeout_seconds=MATH_S))
-            for made, right in pairs
-        ]  # fmt: skip
+        def reward(made: str, right: str) -> float | None:
+            gold = parse(right if SENTENCE.search(right) else f"${right}$", parsing_timeout=MATH_S)
+            if not gold:
+                return None
+            return float(verify(gold, parse(made, parsing_timeout=MATH_S), timeout_seconds=MATH_S))
+
+        return [reward(text_of(made), answer_text(right)) for made, right in zip(completions, answer, strict=True)]
 
     return math
+
+
+def answer_text(answer: Any) -> str:
+    """Return the text of a record's answer, without blanks around it. 42.0 is 42: tables with gaps hold floats."""
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
 
 
 def text_of(completion: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -53,27 +52,37 @@ def test_named_functions() -> None:
     texts = ["42", " 42\n", "<think>hm\n</think>\n#### 42", "#### 7 no, #### 42 ", "xxy <think>a</think>", "#### 7"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     for completions in (texts, chats):
-        given = {"completions": completions, "prompts": [""] * 6, "answer": ["42"] * 5 + [42]}
+        given = {"completions": completions, "prompts": [""] * 6, "answer": ["42"] * 4 + [42.0, 42]}
         assert functions["exact"](**given) == [1, 1, 0, 0, 0, 0]
         assert functions["format"](**given) == [0, 0, 1, 0, 0, 0]
         assert functions["regex"](**given) == [0, 0, 1, 1, 0, 0]
         assert functions["regex_2"](**given) == [0, 0, 0, 0, 1, 0]
 
 
-def test_math_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_is_compared_by_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "math_verify", None)
         with pytest.raises(
             ConfigError, match=r"rewards\.0: math needs math-verify: pip install 'megatrain-ray\[math\]'"
         ):
             find_rewards(["math"])
-    library = SimpleNamespace(
-        parse=lambda text, parsing_timeout: float(text.split()[-1]) if parsing_timeout else None,  # else for ever
-        verify=lambda gold, made, timeout_seconds: gold == made if timeout_seconds else None,
-    )
-    monkeypatch.setitem(sys.modules, "math_verify", library)
-    made = find_rewards(["math"])["math"](completions=["so it is 0.50", "it is 2"], answer=["0.5", 0.5])
-    assert made == [1, 0]
+    math = find_rewards(["math"])["math"]
+    cases = {
+        "0.5": ("so it is 0.50", "it is 2"),
+        0.5: ("1/2", "2"),
+        42.0: ("it is 42", "it is 420"),
+        r"\sqrt{2}": (r"so $\sqrt{2}$", "2"),
+        r"2\sqrt{3}": (r"\boxed{\sqrt{12}}", "2"),
+        "x+1": ("$1 + x$", "$x - 1$"),
+        "(1,2)": ("$(1, 2)$", "$(2, 1)$"),
+        "1,234": ("1234 in all", "1"),
+        "It has 3 parts of 4.\n#### 12": ("12", "3"),
+        r"so $\frac{1}{2}$": (r"\boxed{0.5}", r"\boxed{2}"),
+    }
+    for answer, (right, wrong) in cases.items():
+        assert math(completions=[right, wrong], answer=[answer] * 2) == [1, 0], answer
+    assert math(completions=["42"], answer=["It has no answer"]) == [None]
+    assert math(completions=["9^{9^{9^9}}", "2"], answer=["2", "9^{9^{9^9}}"]) == [0, 0], "within seconds"
 
 
 def test_own_functions(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

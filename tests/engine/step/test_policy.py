@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain_ray.engine.objectives.policy_objective import PolicyLevel
+from megatrain_ray.engine.objectives.policy_objective import PolicyLoss
 from tests.engine.step.test_parity import assert_equal
 from tests.support.pairs import referenced
 from tests.support.policy_losses import Policy
@@ -98,14 +98,15 @@ def test_it_is_bit_equal(tmp_path: Path, policy: Policy, precision: str) -> None
     assert_equal(ours, train_reference(tmp_path, batches, recipe))
 
 
-def test_rows_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_rows_and_micro_batches_change_nothing_but_rounding(tmp_path: Path, loss_type: PolicyLoss) -> None:
     """One answer a row, or several; metrics are those of the whole step."""
     build_tiny(tmp_path)
     rollouts = list(random_rollouts(8))
     alone = rollout_batches(rollouts, 1, packing=False)
     packed = rollout_batches(rollouts, 1, packing=True)
     assert alone[0].positions is None and alone[0].num_documents == packed[0].num_documents == 8
-    recipe = Recipe(1, policy=Policy(loss_type="grpo"))
+    recipe = Recipe(1, policy=Policy(loss_type=loss_type))
     runs = [
         train_engine(tmp_path, batches, replace(recipe, micro_batch_size=size), Mode())
         for batches, size in ((alone, 8), (alone, 2), (packed, 1))
@@ -126,14 +127,25 @@ def test_rows_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> N
     assert runs[0].reports[0].metrics["entropy"] == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_an_answer_that_the_sampler_held_impossible_breaks_no_step(tmp_path: Path, level: PolicyLevel) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(level="sequence"),
+        Policy(correction="token_truncate", correction_min=0.5, correction_max=None),
+        Policy(correction="sequence_truncate", correction_min=0.5, correction_max=None),
+        Policy(beta=0.1),
+    ],
+    ids=lambda policy: f"{policy.level} {policy.correction} {policy.beta}",
+)
+def test_an_answer_that_the_sampler_or_the_model_held_impossible_breaks_no_step(tmp_path: Path, policy: Policy) -> None:
     build_tiny(tmp_path)
     first, *others = random_rollouts(4)
     odd = first._replace(logprobs=[-9999.0] * len(first.answer), advantage=1.0)
-    ours = train_engine(
-        tmp_path, rollout_batches([odd, *others], 1, packing=True), Recipe(1, policy=Policy(level=level)), Mode()
-    )
+    (batch,) = referenced(tmp_path / "reference", rollout_batches([odd, *others], 1, packing=True))
+    if policy.beta:  # as much likelier to the reference as if the model held it impossible
+        batch = replace(batch, reference_logprobs=np.asarray(batch.reference_logprobs) + 200)
+    ours = train_engine(tmp_path, [batch], Recipe(1, policy=policy), Mode())
     assert not ours.reports[0].skipped
     assert np.isfinite([*ours.losses, *ours.grad_norms]).all()
 

@@ -72,6 +72,7 @@ def test_texts_without_a_prompt_part_before_the_blank_where_they_differ() -> Non
         ({"prompt": "Q", "chosen": "A"}, "no key 'rejected'"),
         ({"chosen": "A", "rejected": "A"}, "chosen and rejected: expected two answers that differ"),
         ({"chosen": "A", "rejected": ["B"]}, "expected two texts or two lists of turns"),
+        ({"chosen": "AB", "rejected": "A"}, "no prompt: one of chosen and rejected begins with the other"),
         ({"chosen": "A", "rejected": "B"}, "no prompt: chosen and rejected begin differently"),
         (
             {"prompt": "Q", "chosen": said(("user", "A")), "rejected": "B"},
