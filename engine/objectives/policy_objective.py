@@ -74,8 +74,8 @@ class PolicyObjective:
         metrics = {
             name: Mean(values.masked_fill(~learned, 0.0).sum(), counts.tokens) for name, values in of_tokens.items()
         }
-        # Of tokens, and to the sampler whatever is clipped: in the first update after a sampling it shows how far the
-        # sampler computes otherwise.
+        # The largest ratio of a token to the sampler, before clipping. In the first update after a sampling it says how
+        # far the sampler computes otherwise.
         to_sampler = (logprobs - sampled).clamp(max=MOST_LOG_RATIO).exp()
         metrics["ratio_max"] = Mean(to_sampler.masked_fill(~learned, 0.0).max(), 1)
         weights = (-slopes).masked_fill(~learned, 0.0)

@@ -14,6 +14,8 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from tests.support.adapters import build_adapter
 from tests.support.families import FAMILIES as ALL_FAMILIES
 from tests.support.family_models import build_family, family_batches
+from tests.support.pair_losses import Preference
+from tests.support.pairs import pair_batches, random_pairs, referenced
 from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
@@ -72,6 +74,14 @@ def test_with_dropout_and_a_tied_head(tmp_path: Path, mode: str) -> None:
     assert_equal(ours, theirs)
     plain = replace(recipe, adapter=build_adapter(tmp_path / "plain", tmp_path / "model", ("q_proj", "down_proj")))
     assert train_reference(tmp_path / "model", tiny_batches(3), plain).losses != theirs.losses, "dropout dropped"
+
+
+def test_preferences_without_clipping(tmp_path: Path) -> None:
+    model = build_tiny(tmp_path / "model")
+    batches = referenced(tmp_path / "reference", pair_batches(random_pairs(12), 3, packing=True))
+    adapter = build_adapter(tmp_path / "adapter", model, ALL)
+    recipe = Recipe(3, clip=None, adapter=adapter, preference=Preference("dpo", 0.5), micro_batch_size=2)
+    assert_equal(train_engine(model, batches, recipe, MODES["layers"]), train_reference(model, batches, recipe))
 
 
 @pytest.mark.parametrize("mode", ["outer", "recomputed"])
