@@ -11,7 +11,7 @@ from megatrain_ray.engine.step.reference_weights import largest_visit
 from megatrain_ray.engine.step.sampler import MOST_ROWS
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.planning.run_spec import PlanningProblem
-from megatrain_ray.units import format_bytes, format_duration, format_quantity
+from megatrain_ray.units import format_bytes, format_duration, format_quantity, format_seconds
 
 # Rows of a plan's memory that are free between two steps.
 OF_STEPS = frozenset(("boundary activations", "kept activations", "attention masks", "work"))
@@ -36,7 +36,8 @@ def sampling_lines(config: TrainConfig, problem: PlanningProblem) -> Iterator[st
         num_bytes = largest_visit(problem.structure.layout()) * plan.precision.working_dtype.itemsize
         yield (
             f"reference {format_bytes(num_bytes)} of RAM and as much memory of the GPU, while it is read layer by "
-            f"layer, {format_quantity(rollouts.steps, 'time')} {every}"
+            f"layer, {format_quantity(rollouts.steps, 'time')} {every}; predicted {format_seconds(problem.scores_s)} s "
+            "of computing each time"
         )
 
 
