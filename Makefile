@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-newest test-oldest lint types unit curves
+.PHONY: demo test test-all test-trl test-newest test-oldest lint types unit curves
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -27,10 +27,15 @@ unit: $(READY)
 	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder $(CASES); \
 	status=$$?; wait $$with_ray || status=$$?; cat $(VENV)/tests_with_ray.log; exit $$status
 
-# Every case of every test, and the kill campaign (docs/testing.md says when).
+# Every case of every test, TRL's losses, and the kill campaign (docs/testing.md says when).
 test-all: CASES = --all-cases --hypothesis-profile=many
-test-all: test
+test-all: test test-trl
 	$(BIN)/python -m benchmarks.kill_campaign kill_campaign.json
+
+# The losses that TRL makes today beside the recorded ones, with which ours are compared.
+test-trl: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt trl
+	$(BIN)/python -m pytest --all-cases tests/engine/step/test_trl.py
 
 # The tests of models with the newest Transformers that pip gives, which stands before the pinned one (docs/testing.md).
 test-newest: $(READY)

@@ -1,19 +1,25 @@
-"""Trains the tiny model by TRL's own KTOTrainer and prints the losses that tests/engine/step/test_kto.py compares with.
-
-Run as a module, in an environment that has trl 1.16.0 as well (`pip install trl==1.16.0`), which no test needs.
-"""
+"""Trains the tiny model by TRL's own KTOTrainer, for the recorded losses of KTO. See make_trl_losses.py."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
 
-from tests.support.make_trl_losses import PAIRS, STEPS, load_tiny, recorded, settings_of, tokenizer_of_qwen
+from tests.support.kto_losses import Kto
+from tests.support.make_trl_losses import (
+    PAIRS,
+    STEPS,
+    load_tiny,
+    print_losses,
+    recorded,
+    settings_of,
+    tokenizer_of_qwen,
+)
 from tests.support.pairs import is_good, random_pairs
 
 
@@ -50,7 +56,11 @@ def losses_of(**numbers: Any) -> list[float]:
         return found
 
 
+def all_losses() -> Iterator[tuple[object, list[float]]]:
+    """Yield each loss that is recorded, and what TRL makes of it."""
+    yield Kto("kto", 0.5, 1.2, 0.7), losses_of(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7)
+    yield Kto("apo_zero_unpaired", 0.5), losses_of(loss_type="apo_zero_unpaired", beta=0.5)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print("kto", losses_of(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7))
-    print("apo_zero_unpaired", losses_of(loss_type="apo_zero_unpaired", beta=0.5))
+    print_losses(all_losses())

@@ -1,11 +1,14 @@
-"""Trains the tiny model by TRL's own trainers and prints the losses that tests/engine/step/test_pairs.py compares with.
+"""Trains the tiny model by TRL's own trainers, for the recorded losses of preferences, reward models and distillation.
 
-Run as a module, in an environment that has trl 1.16.0 as well (`pip install trl==1.16.0`), which no test needs.
+Run as a module it prints a line for each loss: its name, a tab, and the losses of its steps. test_trl.py compares them
+with what is recorded.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.support.chat_fixtures import FAMILIES, build
+from tests.support.pair_losses import Preference
 from tests.support.pairs import margin_of, random_pairs
+from tests.support.teacher import Distil
 from tests.support.tiny import VOCAB_SIZE, build_tiny, tiny_batches
 
 STEPS, PAIRS = 10, 4  # of a step
@@ -160,15 +165,30 @@ def reward_model_losses(**numbers: Any) -> list[float]:
         return summed(trainer.losses)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def all_losses() -> Iterator[tuple[object, list[float]]]:
+    """Yield each loss that is recorded, and what TRL makes of it."""
     for beta, temperature in ((0.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.5, 2.0)):
-        print("distill", beta, temperature, distillation_losses(beta, temperature))
-    print("simpo", losses_of(CPOTrainer, CPOConfig, 4, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.6))
+        yield Distil(beta, temperature), distillation_losses(beta, temperature)
+    simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.6}
+    yield Preference("simpo", 2.0, 0.6), losses_of(CPOTrainer, CPOConfig, 4, **simpo)
     # Its cross-entropy is of the prompt as well, of which one token is no target.
-    print("orpo", losses_of(ORPOTrainer, ORPOConfig, 1, beta=0.25))
-    for kind, name in {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge"}.items():
-        print(kind, losses_of(DPOTrainer, DPOConfig, 4, loss_type=[name], beta=0.5, max_length=None))
-    smoothed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
-    print("reward", reward_model_losses(center_rewards_coefficient=0.01))
-    print("dpo and sft", losses_of(DPOTrainer, DPOConfig, 4, beta=0.5, max_length=None, **smoothed))
+    yield Preference("orpo", 0.25), losses_of(ORPOTrainer, ORPOConfig, 1, beta=0.25)
+    by_dpo = {
+        Preference("dpo", 0.5): {"loss_type": ["sigmoid"]},  # which smooths no labels
+        Preference("ipo", 0.5): {"loss_type": ["ipo"]},
+        Preference("hinge", 0.5): {"loss_type": ["hinge"]},
+        Preference("dpo", 0.5, sft_weight=0.3): {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
+    }
+    for preference, numbers in by_dpo.items():
+        yield preference, losses_of(DPOTrainer, DPOConfig, 4, beta=0.5, max_length=None, **numbers)
+    yield "reward", reward_model_losses(center_rewards_coefficient=0.01)
+
+
+def print_losses(found: Iterable[tuple[object, Sequence[float]]]) -> None:
+    torch.set_num_threads(1)
+    for name, losses in found:
+        print(name, json.dumps(losses), sep="\t")
+
+
+if __name__ == "__main__":
+    print_losses(all_losses())

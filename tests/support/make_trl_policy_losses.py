@@ -1,14 +1,14 @@
-"""Prints losses and gradient norms by GRPOTrainer._compute_loss of TRL, which tests/engine/step/test_policy.py has.
+"""Computes GRPO's losses by GRPOTrainer._compute_loss of TRL, for the recorded ones. See make_trl_losses.py.
 
-Of some it prints the losses of ten updates with the same rollouts, in which ratios leave 1.
-
-Run as a module, in an environment that has trl 1.16.0 and datasets as well, which no test needs.
+Of each it takes the loss and the gradient's norm; of some the losses of ten updates with the same rollouts as well, in
+which ratios leave 1.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,24 +17,27 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from tests.support.make_trl_losses import print_losses
 from tests.support.policy_losses import Policy
 from tests.support.reference import load_model
 from tests.support.rollouts import Sampled, random_rollouts
 from tests.support.tiny import build_tiny
 
 NUM_ANSWERS = 12
-CASES = {
-    "dapo": Policy(), "grpo": Policy(loss_type="grpo", beta=0.2), "bnpo": Policy(),
-    "dr_grpo": Policy(0.1, 0.3, 0.1, "token", "dr_grpo", 16),
-    "GSPO": Policy(0.05, 0.02, 0.0, "sequence", "grpo"), "GSPO and KL": Policy(0.05, 0.02, 0.2, "sequence", "dapo"),
-    "token_truncate": Policy(beta=0.1, correction="token_truncate", correction_max=1.1),
-    "token_mask": Policy(correction="token_mask", correction_min=0.8, correction_max=1.3),
-    "sequence_truncate": Policy(loss_type="grpo", correction="sequence_truncate", correction_max=1.2),
-    "sequence_mask": Policy(level="sequence", loss_type="grpo", correction="sequence_mask", correction_max=2.0),
-}  # fmt: skip
-
-
-TEN_STEPS = ("dapo", "grpo", "dr_grpo", "GSPO", "GSPO and KL")
+TEN_STEPS = (
+    Policy(),
+    Policy(loss_type="grpo", beta=0.2),
+    Policy(0.1, 0.3, 0.1, "token", "dr_grpo", 16),
+    Policy(0.05, 0.02, 0.0, "sequence", "grpo"),
+    Policy(0.05, 0.02, 0.2, "sequence", "dapo"),
+)
+CASES = (
+    *TEN_STEPS,
+    Policy(beta=0.1, correction="token_truncate", correction_max=1.1),
+    Policy(correction="token_mask", correction_min=0.8, correction_max=1.3),
+    Policy(loss_type="grpo", correction="sequence_truncate", correction_max=1.2),
+    Policy(level="sequence", loss_type="grpo", correction="sequence_mask", correction_max=2.0),
+)
 
 
 class Trainer(GRPOTrainer):
@@ -101,25 +104,23 @@ def inputs_of(rollouts: list[Sampled], reference: Any, policy: Policy) -> dict[s
     return inputs
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def all_losses() -> Iterator[tuple[object, list[float]]]:
+    """Yield each loss that is recorded, and what TRL makes of it."""
     rollouts = list(random_rollouts(NUM_ANSWERS))
     with tempfile.TemporaryDirectory() as folder:
         reference = load_model(build_tiny(Path(folder) / "reference", seed=1), torch.float32).eval()
-        for name, policy in CASES.items():
+        for policy in CASES:
             model = load_model(build_tiny(Path(folder) / "model"), torch.float32).train()
-            trainer = Trainer("bnpo" if name == "bnpo" else policy.loss_type, policy)
+            trainer = Trainer(policy.loss_type, policy)
             trainer.model = model
             loss = trainer._compute_loss(model, inputs_of(rollouts, reference, policy))
             loss.backward()
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            print(f"    {policy!r}: ({loss.item():.7f}, {norm.item():.7f}),  # {name}")
-        for name in TEN_STEPS:
+            yield policy, [loss.item(), norm.item()]
+        for policy in TEN_STEPS:
             model = load_model(build_tiny(Path(folder) / "model"), torch.float32).train()
-            losses = ten_steps(
-                Trainer(CASES[name].loss_type, CASES[name]), model, inputs_of(rollouts, reference, CASES[name])
-            )
-            print(f"    {CASES[name]!r}: ({', '.join(f'{loss:.7f}' for loss in losses)}),  # {name}")
+            inputs = inputs_of(rollouts, reference, policy)
+            yield ("ten steps", policy), ten_steps(Trainer(policy.loss_type, policy), model, inputs)
 
 
 def ten_steps(trainer: Trainer, model: Any, inputs: dict[str, Any]) -> list[float]:
@@ -138,4 +139,4 @@ def ten_steps(trainer: Trainer, model: Any, inputs: dict[str, Any]) -> list[floa
 
 
 if __name__ == "__main__":
-    main()
+    print_losses(all_losses())
