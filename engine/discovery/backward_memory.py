@@ -21,8 +21,8 @@ from torch import fx
 
 from megatrain_ray.engine.discovery.trial_forward import storages_of, tensors_in, unique_bytes
 
-# Operations that share kernels, besides those that torch calls pointwise. Results of the first two kinds are always
-# written to memory.
+# Operations that share kernels, besides those that torch calls pointwise. Results of SUMS and SCATTERS are
+# always written to memory.
 SUMS = {"amax", "amin", "argmax", "mean", "sum", "var_mean"}
 SCATTERS = {"index_put", "scatter", "scatter_add"}
 SHARING = {
