@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ SCORING = by_title("scoring", "GpuActor.score", GPU, early=False)
 def test_processes_that_die_change_no_digit(tmp_path: Path) -> None:
     """The GPU worker dies while it samples and scores and in a backward, the driver in a sampling and in rewards."""
     (tmp_path / "rewarding").mkdir()
-    rewarding = by_folder("rewarding", tmp_path / "rewarding", bool)
+    rewarding = replace(by_folder("rewarding", tmp_path / "rewarding", bool), early=False)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(9)))
     (tmp_path / "rewards.py").write_text(OWN_REWARD)
     tree, _ = fault_injection.prepare(tmp_path, save_every=3, max_failures=4)
@@ -230,6 +231,7 @@ def test_processes_that_die_change_no_digit(tmp_path: Path) -> None:
             fault_injection.kill(run, phase, GPU)
         fault_injection.kill(run, SAMPLING, DRIVER)
         assert run.text().count("GPU worker died and was replaced") == 3
+    (tmp_path / "rewarding" / "now").unlink(missing_ok=True)  # of the run that was killed
     with fault_injection.training(tmp_path, path) as run:
         fault_injection.kill(run, rewarding, DRIVER)
     again = cli("train", str(path))
