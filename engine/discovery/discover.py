@@ -103,7 +103,8 @@ def discover(
     if structure.is_divided or not chunked:
         activations = replace(activations, chunked=None)
     if compiled and not structure.is_divided:
-        activations = _with_compiled(activations, structure, tried)
+        with imagined_masks(tried.model, attention, packed=packed):  # without it eager attention may run
+            activations = _with_compiled(activations, structure, tried)
     return structure, activations
 
 
