@@ -137,7 +137,8 @@ class Plan:
     def layer_order(self) -> tuple[int, ...]:
         """Return the layers that the shards update, in that order: layers on the host with something to train."""
         updated = [i for i, layer in enumerate(self.layers) if layer.updated_by == "cpu"]
-        return tuple(updated if self.step.update_order is UpdateOrder.FORWARD else reversed(updated))
+        late = len(updated) if self.step.update_order is UpdateOrder.FORWARD else self.step.num_updated_late
+        return (*reversed(updated[late:]), *updated[:late])
 
     @property
     def updated_layers(self) -> tuple[frozenset[int], ...]:

@@ -70,6 +70,9 @@ class StepShape:
     num_micro_batches: int  # of each GPU
     seq_len: int
     captured: bool = False  # whether forward and backward are one graph, which the device launches at once
+    # In backward order, the number of the first layers whose updates follow those of all others, in forward order: the
+    # next forward needs these first.
+    num_updated_late: int = 0
 
     @property
     def num_live_micro_batches(self) -> int:

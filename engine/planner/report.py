@@ -45,8 +45,8 @@ def describe(plan: Plan) -> str:
         f"loss      in chunks of {plan.compute.loss_chunk_tokens} tokens",
         f"gradients leave as {dtype_name(gradients.offload_dtype)}, summed as {dtype_name(gradients.accumulate_dtype)}",
         *_spill_lines(plan),
-        f"update    {_optimizers(plan)} in {plan.step.update_order.value} order, {plan.shards.num_shards} × "
-        f"{plan.shards.num_threads} threads",
+        f"update    {_optimizers(plan)} in {_update_order(plan)}, {plan.shards.num_shards} × {plan.shards.num_threads} "
+        "threads",
         *_home_lines(plan),
         *_muon_lines(plan),
         *less_precise(plan),
@@ -129,13 +129,11 @@ def _predicted(plan: Plan, prediction: Prediction) -> Iterator[str]:
     yield f"          {source} {prediction.rates}"
     waited_s = prediction.exposed_s.get("optimizer", 0.0)
     if waited_s > total_s / 20 and not plan.uses_disk:
-        # Updates run beside a forward if they wait for the norm of all gradients, else beside a backward.
-        is_late, forward_s = plan.step.update_order is UpdateOrder.FORWARD, prediction.compute_s["forward"]
-        beside_s = forward_s if is_late else sum(prediction.compute_s.values()) - forward_s
+        work, beside_s = _beside_updates(plan, prediction)
         tokens = plan.batch_size * plan.step.seq_len * (1 + waited_s / beside_s)
         yield (
-            f"          updates would hide behind the {'forward' if is_late else 'backward'} from about "
-            f"{format_count(float(f'{tokens:.2g}'))} tokens a step on"
+            f"          updates would hide behind the {work} from about {format_count(float(f'{tokens:.2g}'))} tokens a "
+            "step on"
         )
 
 
@@ -234,6 +232,19 @@ def _spill_lines(plan: Plan) -> list[str]:
     way = DiskWay(plan.disk.io, plan.disk.packed and plan.uses_disk)  # activations are never packed
     by = "" if way == PLAIN else f" by {way}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
+
+
+def _beside_updates(plan: Plan, prediction: Prediction) -> tuple[str, float]:
+    """Return what is computed while the CPU updates, and its seconds: it may have to wait for the norm."""
+    total_s, forward_s = sum(prediction.compute_s.values()), prediction.compute_s["forward"]
+    if plan.step.update_order is UpdateOrder.FORWARD:
+        return "forward", forward_s
+    return ("step", total_s) if plan.step.num_updated_late else ("backward", total_s - forward_s)
+
+
+def _update_order(plan: Plan) -> str:
+    late = plan.step.num_updated_late
+    return f"{plan.step.update_order.value} order{f', the first {late} layers last, in forward order' if late else ''}"
 
 
 def _muon_lines(plan: Plan) -> list[str]:

@@ -166,3 +166,4 @@ class Candidate(NamedTuple):
     num_offloading: int = 0  # blocks that do, spread evenly over those before the last ones
     spills_activations: bool = False  # activations that wait on the host are spilled if it has too little room
     spill_first: SpillFirst = SpillFirst.LEAST
+    num_updated_late: int = 0  # as in StepShape: without clipping, if the slab has room for all gradients

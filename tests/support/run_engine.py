@@ -83,6 +83,7 @@ class Mode:
     window_bytes: int = 4096
     block_parts: int = 1  # into which blocks are divided, at most
     vision: str = "frozen"  # train.vision
+    num_updated_late: int = 0
     poison: bool = True
 
 
@@ -189,6 +190,7 @@ def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
         tail_budget=budget,
         kept=mode.kept,
         num_offloading=0 if mode.kept is Tier.HBM else num_blocks,
+        num_updated_late=mode.num_updated_late,
     )
 
 

@@ -67,6 +67,7 @@ def base_plan(
             num_micro_batches=r.num_micro_batches,
             seq_len=r.seq_len,
             captured=bool(r.captured),
+            num_updated_late=c.num_updated_late,
         ),
         compute=ComputeSettings(
             attention=r.attention,
@@ -214,7 +215,8 @@ class GradientPlacement:
             return sum(self._shares(self.layout.updated, self.sums))
         deferred = self._shares([i for i in self.layout.updated if i in self.deferred], self.wire)
         sizes = self._shares(self._leaving, self.wire)
-        return (sum(sizes) if self.request.clip else in_flight(sizes)) + in_flight(deferred)
+        all_wait = self.request.clip or self.candidate.num_updated_late
+        return (sum(sizes) if all_wait else in_flight(sizes)) + in_flight(deferred)
 
     @cached_property
     def _leaving(self) -> list[int]:

@@ -43,7 +43,7 @@ ANY_SLOTS: dict[str, Any] = {"num_block_slots": 0, "num_edge_slots": 0}
 ANY_SPILL_ORDER: dict[str, Any] = {"spill_first": SpillFirst.LEAST}
 NO_DISK: dict[str, Any] = ANY_SPILL_ORDER | {"spills_activations": False}
 ANYWHERE: dict[str, Any] = ANY_SLOTS | NO_DISK | {
-    "hbm_layers": frozenset(), "gradients": Tier.HOST, "num_waiting": 0, "sums": Tier.HBM
+    "hbm_layers": frozenset(), "gradients": Tier.HOST, "num_waiting": 0, "sums": Tier.HBM, "num_updated_late": 0
 }  # fmt: skip
 # Factor by which bytes on disk may grow, because each kind of each layer is filled up to whole pages.
 PAGES = 2

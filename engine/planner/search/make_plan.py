@@ -156,8 +156,11 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
     for way in _uploads(basis, request):
         for search in split_searches(basis, machine, way, activations, found):
             search.run()
-    for best in found.best_with_disk():
+    for best in found.best(uses_disk=True):
         best.search.vary_disk(best.candidate)
+    if not request.clip and not basis.layout.with_muon:
+        for best in found.best(uses_disk=False):
+            best.search.vary_updates(best.candidate)
     if not found.plans:
         raise infeasibility_error(basis, machine, request, activations)
     return found.chosen()

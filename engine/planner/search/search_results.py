@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from megatrain_ray.engine.planner.search.split_search import SplitSearch
 
 TIE = 0.002  # of two plans whose times differ by a smaller share the simpler one is chosen
-# Variants are tried of at most NUM_VARIED plans that spill data of shards, and only of plans that take less than NEAR
-# times as long as the best.
+# Variants are tried of at most NUM_VARIED plans, and only of plans that take less than NEAR times as long as the best.
 NUM_VARIED = 3
 NEAR = 1.3
 
@@ -58,7 +57,7 @@ class SearchResults:
         """Return the simplest plan that no other plan beats by more than TIE."""
         return next(found.plan for found in self.plans if found.step_s <= self.best_s * (1 + TIE))
 
-    def best_with_disk(self) -> list[Found]:
-        """Return the best plans that spill data of shards, whose variants are tried."""
-        near = [found for found in self.plans if found.plan.uses_disk and found.step_s < NEAR * self.best_s]
+    def best(self, *, uses_disk: bool) -> list[Found]:
+        """Return the best plans that spill data of shards, or the best that do not. Their variants are tried."""
+        near = [found for found in self.plans if found.plan.uses_disk is uses_disk and found.step_s < NEAR * self.best_s]
         return sorted(near, key=lambda found: found.step_s)[:NUM_VARIED]

@@ -23,6 +23,7 @@ from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.search_results import Found, SearchResults
 from megatrain_ray.errors import ConfigError
 
+LATE_SHARES = tuple(eighths / 8 for eighths in range(1, 9))  # shares that are tried, of the layers that shards update
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
 
 
@@ -73,6 +74,14 @@ class SplitSearch:
         """Try variants of a candidate of this split that spills data of shards."""
         for other in disk_variants(self._builder, candidate):
             self._try(other)
+
+    def vary_updates(self, candidate: Candidate) -> None:
+        """Try to update the first layers of a candidate of this split late, if the host has room for all gradients."""
+        num_updated = len(self._builder.in_memory(candidate).layer_order)
+        for share in LATE_SHARES:
+            other = candidate._replace(num_updated_late=round(share * num_updated))
+            if other.num_updated_late and self._builder.missing_ram(other) <= 0:
+                self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
         if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._residency_order))):

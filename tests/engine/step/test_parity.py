@@ -275,14 +275,17 @@ def test_dropout_is_bit_equal(tmp_path: Path, order: LoopOrder, activations: Act
     assert without.losses != theirs.losses
 
 
-@pytest.mark.parametrize("clip", [None, 1e6])
-def test_without_clipping_is_bit_equal(tmp_path: Path, clip: float | None) -> None:
+@pytest.mark.parametrize(("clip", "num_updated_late"), [(None, 0), (None, 3), (1e6, 0)])
+def test_without_clipping_is_bit_equal(tmp_path: Path, clip: float | None, num_updated_late: int) -> None:
     """`null` turns it off, updates start in backward; a large bound does not bite and must change nothing."""
     recipe = Recipe(STEPS, clip=clip)
-    mode = Mode(LAYERS, KEEP, num_shards=2)
+    mode = Mode(LAYERS, KEEP, num_shards=2, num_updated_late=num_updated_late)
     ours, theirs = run(tmp_path, recipe, mode)
     assert_mode_ran(ours, recipe, mode)
     assert_equal(ours, theirs)
+    updates = [r for records in ours.records for r in records if r.op.name == "update"]
+    order = list(dict.fromkeys(r.op.layer for r in sorted(updates, key=lambda record: record.start_s)))
+    assert order == [0, 1, 2, 3, 4] if clip else [4, 3, 0, 1, 2] if num_updated_late else [4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
