@@ -129,11 +129,15 @@ def _predicted(plan: Plan, prediction: Prediction) -> Iterator[str]:
     yield f"          {source} {prediction.rates}"
     waited_s = prediction.exposed_s.get("optimizer", 0.0)
     if waited_s > total_s / 20 and not plan.uses_disk:
-        work, beside_s = _beside_updates(plan, prediction)
-        tokens = plan.batch_size * plan.step.seq_len * (1 + waited_s / beside_s)
+        # Updates run beside a forward if they wait for the norm of all gradients, else beside a backward.
+        clipped, forward_s = plan.step.update_order is UpdateOrder.FORWARD, prediction.compute_s["forward"]
+        computed_s = sum(prediction.compute_s.values())
+        beside_s = forward_s if clipped else computed_s - forward_s
+        updates_s = waited_s + (computed_s if plan.step.num_updated_late else beside_s)
+        tokens = plan.batch_size * plan.step.seq_len * updates_s / beside_s
         yield (
-            f"          updates would hide behind the {work} from about {format_count(float(f'{tokens:.2g}'))} tokens a "
-            "step on"
+            f"          updates would hide behind the {'forward' if clipped else 'backward'} from about "
+            f"{format_count(float(f'{tokens:.2g}'))} tokens a step on"
         )
 
 
@@ -232,14 +236,6 @@ def _spill_lines(plan: Plan) -> list[str]:
     way = DiskWay(plan.disk.io, plan.disk.packed and plan.uses_disk)  # activations are never packed
     by = "" if way == PLAIN else f" by {way}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
-
-
-def _beside_updates(plan: Plan, prediction: Prediction) -> tuple[str, float]:
-    """Return what is computed while the CPU updates, and its seconds: it may have to wait for the norm."""
-    total_s, forward_s = sum(prediction.compute_s.values()), prediction.compute_s["forward"]
-    if plan.step.update_order is UpdateOrder.FORWARD:
-        return "forward", forward_s
-    return ("step", total_s) if plan.step.num_updated_late else ("backward", total_s - forward_s)
 
 
 def _update_order(plan: Plan) -> str:

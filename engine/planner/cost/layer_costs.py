@@ -46,6 +46,9 @@ LAUNCHES = 20
 # took 0.39 ms in the same runs; since then they are 8 parts.
 UPDATE_LAUNCHES = 40
 UPDATE_BYTES = 26  # per parameter where update rates are measured: bf16 gradient, split master, two moments
+# Bytes per parameter that a CPU moves in the time in which it rounds moments to bf16. 16 cores of an H100's host
+# updated 5.9 Gparam/s with such moments, 18 bytes, and 5.0 with 26 (benchmarks/results/2026-11-27_h100_qwen3_30b_*).
+ROUNDING_BYTES = 4
 # Share of the link's rate at which activations that leave slow the updates as much as copies in both directions do.
 # From traces: updates were slowed by 0.37 of the difference at 0.18 of the rate (Llama-3-8B within 25 GiB), by 0.7 to
 # 1.1 at 0.5 and more (7.6B, Llama-3-8B within 67.3 GiB).
@@ -105,7 +108,9 @@ class LayerPrices:
     def of_update(self, layer: int) -> float:
         """Return the seconds of the layer's update by the CPU."""
         rate = UPDATE_BYTES * self._profile.updates_per_s(self.beside_copies)
-        return self._update_bytes(layer) / self._plan.hosts.num_hosts / rate
+        rounds = self._plan.precision.moments == "bf16"
+        rounding_bytes = ROUNDING_BYTES * self._plan.layers[layer].num_trained if rounds else 0
+        return (self._update_bytes(layer) + rounding_bytes) / self._plan.hosts.num_hosts / rate
 
     def _update_bytes(self, layer: int) -> int:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""

@@ -59,5 +59,7 @@ class SearchResults:
 
     def best(self, *, uses_disk: bool) -> list[Found]:
         """Return the best plans that spill data of shards, or the best that do not. Their variants are tried."""
-        near = [found for found in self.plans if found.plan.uses_disk is uses_disk and found.step_s < NEAR * self.best_s]
+        near = [
+            found for found in self.plans if found.plan.uses_disk is uses_disk and found.step_s < NEAR * self.best_s
+        ]
         return sorted(near, key=lambda found: found.step_s)[:NUM_VARIED]

@@ -22,6 +22,7 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost import layer_costs
+from megatrain_ray.engine.planner.limits import spare_ram
 from megatrain_ray.engine.planner.memory.host_bytes import BESIDE_GPU_BYTES, PROCESS_BYTES
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -29,6 +30,7 @@ from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
+from tests.support import planned_steps
 from tests.support.candidate_plans import build_plan
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.shapes import qwen
@@ -451,3 +453,16 @@ def test_a_plan_says_how_many_tokens_hide_the_updates(clip: bool) -> None:
     enough = planned(PROFILE, clip=clip, num_micro_batches=round(1000 * float(found[2]) / plan.step.seq_len))
     assert waiting(enough) < 0.07
     assert "would hide" not in describe(planned(PROFILE, clip=clip, num_micro_batches=64))
+
+
+def test_without_clipping_the_first_layers_are_updated_last_if_all_gradients_have_room() -> None:
+    plan, clipped = planned(PROFILE, clip=False), planned(PROFILE)
+    late = plan.step.num_updated_late
+    assert 0 < late < len(plan.layers) and not clipped.step.num_updated_late
+    assert plan.layer_order == (*range(len(plan.layers) - 1, late - 1, -1), *range(late))
+    assert plan.gradients.slab_bytes == clipped.gradients.slab_bytes
+    assert f"in backward order, the first {late} layers last, in forward order" in describe(plan)
+    machine = replace(planned_steps.MACHINE, ram_bytes=planned_steps.MACHINE.ram_bytes - spare_ram(plan) - 1)
+    tight = make_plan(*planned_steps.shape(), machine, replace(planned_steps.REQUEST, clip=False))
+    assert plan.prediction and tight.prediction and not tight.step.num_updated_late
+    assert plan.prediction.step_s < 0.95 * tight.prediction.step_s

@@ -63,7 +63,7 @@ def test_near_the_feasibility_probe(
 def test_an_update_takes_the_time_of_its_bytes() -> None:
     """An update moves 26 bytes of each parameter: state read and written, and a gradient of 2.
 
-    The rate was measured with these. With moments in bf16 it moves 18, on shards and on the device.
+    The rate was measured with these. With moments in bf16 it moves 18, and rounding takes a CPU as long as 4 more.
     """
     structure, activations = shape()
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
@@ -76,7 +76,7 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
         return prices.of_update(1), prices.of_layer("update", 1)
 
     narrow, whole = updates_s(Precision.BF16_NARROW), updates_s(Precision.BF16)
-    assert [a / b for a, b in zip(narrow, whole, strict=True)] == pytest.approx([18 / 26] * 2)
+    assert [a / b for a, b in zip(narrow, whole, strict=True)] == pytest.approx([22 / 26, 18 / 26])
 
 
 def test_activations_that_leave_slow_the_updates_under_the_same_forward() -> None:
