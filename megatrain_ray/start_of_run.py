@@ -14,7 +14,8 @@ from megatrain_ray.console.logs import log_to, say, show
 from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.hub_sources import fix_commits
-from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template, other_tokenizer
+from megatrain_ray.data.marks_and_template import decide_marks, describe_template, other_tokenizer
+from megatrain_ray.data.tokenize_data import check_there
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import DataTokens, read_data
 from megatrain_ray.engine.plan.plan import Plan

@@ -15,7 +15,7 @@ import numpy as np
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_sources import cut_source, sources_of
-from megatrain_ray.data.tokenize_data import ALL_IDS
+from megatrain_ray.data.marks_and_template import ALL_IDS
 from megatrain_ray.driver.running_evaluation import perplexity
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.windows import Windows

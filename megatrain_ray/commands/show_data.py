@@ -18,8 +18,9 @@ from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_sources import naming_held_out, open_windows, sources_of
 from megatrain_ray.data.hub_sources import fix_commits
+from megatrain_ray.data.marks_and_template import describe_template
 from megatrain_ray.data.open_streams import open_streams
-from megatrain_ray.data.tokenize_data import describe_template, tokenize
+from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.corpus import Corpus

@@ -17,8 +17,8 @@ from megatrain_ray.data.data_sources import sources_of
 from megatrain_ray.data.data_worker import open_stream, portion_streams
 from megatrain_ray.data.hub_sources import named_sources
 from megatrain_ray.data.make_portion import make_portion
+from megatrain_ray.data.marks_and_template import template_of, with_marks
 from megatrain_ray.data.stream_folder import PortionId, StreamFolder, StreamSpec
-from megatrain_ray.data.tokenize_data import template_of, with_marks
 from megatrain_ray.io.batching.portion_stream import PortionStream
 from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES

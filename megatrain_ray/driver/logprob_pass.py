@@ -14,7 +14,8 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_sources import cut_for_pass, sources_of
 from megatrain_ray.data.data_worker import HeldOutData, PassData
-from megatrain_ray.data.tokenize_data import ALL_IDS, writable_cache
+from megatrain_ray.data.marks_and_template import ALL_IDS
+from megatrain_ray.data.tokenize_data import writable_cache
 from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.errors import MegatrainError

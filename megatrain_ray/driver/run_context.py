@@ -16,9 +16,10 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.data_worker import HeldOutData, check_prompts, count_data, open_stream
+from megatrain_ray.data.marks_and_template import ALL_IDS
 from megatrain_ray.data.open_streams import open_streams
 from megatrain_ray.data.stream_folder import StreamFolder, StreamSpec
-from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
+from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.running_evaluation import Keep
 from megatrain_ray.io.batching.batch_stream import BatchStream

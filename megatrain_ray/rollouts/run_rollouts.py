@@ -16,9 +16,9 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import RolloutsConfig
 from megatrain_ray.data.data_sources import naming_held_out
-from megatrain_ray.data.prompts import DrawnPrompt, Prompts, answer_ends
+from megatrain_ray.data.marks_and_template import ALL_IDS, template_of
 from megatrain_ray.data.rollout_stream import RolloutFiles, compared_logprobs
-from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts
+from megatrain_ray.data.tokenize_data import tokenize_rollouts
 from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.corpus import open_corpus
@@ -28,6 +28,7 @@ from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remov
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.rollouts.answer_scores import SampledAnswer
+from megatrain_ray.rollouts.prompts import DrawnPrompt, Prompts, answer_ends
 from megatrain_ray.rollouts.reward_functions import ANSWER, needs_answer
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import read_rollouts, summary_of

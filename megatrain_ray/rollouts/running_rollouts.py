@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatrain_ray.config.train_groups import RolloutsConfig
-from megatrain_ray.data.prompts import DrawnPrompt
 from megatrain_ray.engine.step.sampler import Completion, Prompt
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 from megatrain_ray.rollouts.answer_scores import SampledAnswer
+from megatrain_ray.rollouts.prompts import DrawnPrompt
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import Record, rollout_record, summary_of, total_rewards
 

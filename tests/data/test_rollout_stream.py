@@ -10,11 +10,11 @@ import pytest
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.data.data_worker import DataWorker
-from megatrain_ray.data.prompts import Prompts
 from megatrain_ray.data.rollout_stream import RolloutFiles
 from megatrain_ray.data.tokenize_data import tokenize, tokenize_rollouts
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.batching.corpus import open_corpus
+from megatrain_ray.rollouts.prompts import Prompts
 
 NUM_PROMPTS, GROUP, STEPS, VOCAB = 3, 2, 2, 257
 
