@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import compress, pairwise
 from typing import NamedTuple
 
-from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 
 Range = tuple[int, int]

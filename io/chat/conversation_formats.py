@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from megatrain_ray.io.chat.messages import THOUGHT_KEYS, new_message, parse_tools, text_of
+from megatrain_ray.io.chat.messages import THOUGHT_KEYS, Conversation, new_message, parse_tools, text_of
 from megatrain_ray.io.images.image_parts import LIST_KEYS, UNREAD
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, keys_of, missing_key
 
@@ -37,37 +37,6 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Holds messages as a chat template takes them, and the tools that the assistant may call.
-
-    loss_weights: how much assistant turns count in the loss, by index, if not 1.
-    """
-
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    loss_weights: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def assistant_turns(self) -> list[int]:
-        """Return the indices of the assistant's messages."""
-        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-
-    @property
-    def answers(self) -> list[tuple[int, float]]:
-        """Return index and loss weight of each assistant turn that is learned."""
-        weights = ((i, self.loss_weights.get(i, 1.0)) for i in self.assistant_turns)
-        return [(i, weight) for i, weight in weights if weight]
-
-    def with_last_only(self, num_given: int = -1) -> Conversation:
-        """Return the same conversation, of which the first `num_given` assistant turns are not learned.
-
-        -1: only the last one is.
-        """
-        given = self.assistant_turns[:num_given]
-        return replace(self, loss_weights={**self.loss_weights, **dict.fromkeys(given, 0.0)})
 
 
 class _ReadTurn(NamedTuple):

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.answer_texts import MarkedText, Notes
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
+from megatrain_ray.io.chat.conversation_formats import ChatLayout, Learn, read_conversation
 from megatrain_ray.io.chat.mark_turns import TurnMarker
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair
 from megatrain_ray.io.images.image_parts import IMAGE, RecordImages
 from megatrain_ray.io.images.image_processor import ImageProcessor

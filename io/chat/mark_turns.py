@@ -20,10 +20,10 @@ from megatrain_ray.io.chat.answer_texts import (
     without,
 )
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message, TemplateRefusalError
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.messages import (
     PROBE,
     THOUGHT,
+    Conversation,
     Written,
     empty_thought,
     is_written,

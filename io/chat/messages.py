@@ -1,11 +1,11 @@
-"""Makes messages as chat templates take them, and finds the parts of an answer in what a template writes."""
+"""Makes conversations as templates take them, and finds the parts of an answer in what a template writes."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,6 +25,37 @@ _OPENING = re.compile(rf"{_MARK}\s*\Z", re.IGNORECASE)
 _CLOSING = re.compile(rf"\s*{_MARK}\s*", re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*{_MARK}\s*{_MARK}\s*", re.IGNORECASE)
 _OPENED = re.compile(rf"(?:{_MARK}\s*)+\Z", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Holds messages as a chat template takes them, and the tools that the assistant may call.
+
+    loss_weights: how much assistant turns count in the loss, by index, if not 1.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    loss_weights: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def assistant_turns(self) -> list[int]:
+        """Return the indices of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @property
+    def answers(self) -> list[tuple[int, float]]:
+        """Return index and loss weight of each assistant turn that is learned."""
+        weights = ((i, self.loss_weights.get(i, 1.0)) for i in self.assistant_turns)
+        return [(i, weight) for i, weight in weights if weight]
+
+    def with_last_only(self, num_given: int = -1) -> Conversation:
+        """Return the same conversation, of which the first `num_given` assistant turns are not learned.
+
+        -1: only the last one is.
+        """
+        given = self.assistant_turns[:num_given]
+        return replace(self, loss_weights={**self.loss_weights, **dict.fromkeys(given, 0.0)})
 
 
 def text_of(content: Any, where: str) -> str:

@@ -23,7 +23,6 @@ from megatrain_ray.io.chat.conversation_formats import (
     AlpacaLayout,
     AutoLayout,
     ChatLayout,
-    Conversation,
     PromptLayout,
     TurnsLayout,
     learnable_fields,
@@ -31,6 +30,7 @@ from megatrain_ray.io.chat.conversation_formats import (
     read_conversation,
     turns_layout,
 )
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, keys_of, missing_key
 from megatrain_ray.io.tokens.token_files import LossWeights, TokenArray
 

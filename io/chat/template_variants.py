@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megatrain_ray.io.chat.chat_template import TemplateRefusalError
-from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError
 
 Messages = tuple[dict[str, Any], ...]

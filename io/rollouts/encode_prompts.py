@@ -11,15 +11,10 @@ import numpy as np
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import (
-    LAYOUTS,
-    PROMPT_COMPLETION,
-    ChatFormat,
-    Conversation,
-    read_conversation,
-)
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, PROMPT_COMPLETION, ChatFormat, read_conversation
 from megatrain_ray.io.chat.encode_chats import with_ends_of
 from megatrain_ray.io.chat.mark_turns import render_prompt
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, chosen_records
 from megatrain_ray.io.records.read_records import (
     BadRecords,

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.conversation_formats import (
-    LARGEST_NUMBER,
-    PROMPT_COMPLETION,
-    Conversation,
-    check_keys,
-    number_under,
-)
+from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER, PROMPT_COMPLETION, check_keys, number_under
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, keys_of, numbers_under
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS, REFERENCE_LOGPROBS
 

@@ -1,23 +1,19 @@
-"""Implements `megatrain export`: writes a save of a run as a Hugging Face folder, and describes that."""
+"""Implements `megatrain export`: writes a save of a run as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
-import shlex
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
-from megatrain_ray.engine.model.images import VISION_FAMILIES
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -37,21 +33,18 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.files.scratch_folder import scratch_folder
-from megatrain_ray.io.images.image_processor import PROCESSOR_FILES
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer
+from megatrain_ray.io.tokens.tokenizer import holds_tokenizer
 from megatrain_ray.model.architecture import Architecture, is_known, is_reward_model
-from megatrain_ray.model.open_model import GENERATION_NAME, open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.units import format_bytes, format_count
 
 SaveChoice = int | Literal["best"] | None  # of a step; with the least held-out loss; the newest
 MAX_TRIES = 5
 NO_EOS_TOKEN = "{%- set eos_token = '' -%}\n"  # begins a template
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def export_run(
@@ -214,7 +207,7 @@ def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:
     writes the default of the model's class into both files, which may be any piece of text.
     """
     generation, model = dict(manifest.generation_config or {}), manifest.model
-    named = [*_listed(generation.get("eos_token_id")), *_listed(model.get("eos_token_id"))]
+    named = [*listed_ids(generation.get("eos_token_id")), *listed_ids(model.get("eos_token_id"))]
     ends = list(dict.fromkeys([*marks.ends, *(end for end in named if end in marks.marks)]))
     if not ends:
         return manifest
@@ -248,57 +241,6 @@ def with_pad(manifest: Manifest, marks: EndMarks | None) -> Manifest:
     return replace(manifest, model=model, generation_config=None)
 
 
-def _listed(ids: int | list[int] | None) -> list[int]:
+def listed_ids(ids: int | list[int] | None) -> list[int]:
+    """Return the ids of a setting, which may have one or none, as a list."""
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
-def describe_export(out_dir: Path, step: int) -> Iterator[str]:
-    """Yield the lines of the report: weights, one line for each file, and what can be done next.
-
-    step: step of the exported save.
-    """
-    files = sorted(file for file in out_dir.rglob("*") if file.is_file())
-    sizes = {str(file.relative_to(out_dir)): file.stat().st_size for file in files}
-    shapes, dtypes = [], set()
-    for file in sorted(out_dir.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            parts = [weights.get_slice(name) for name in weights.keys()]  # noqa: SIM118 - it is no mapping
-            shapes += [part.get_shape() for part in parts]
-            dtypes |= {part.get_dtype() for part in parts}
-    yield (
-        f"exported the save of step {step} to {out_dir}: {len(shapes)} tensors, "
-        f"{format_count(sum(map(math.prod, shapes)))} parameters, {' and '.join(sorted(dtypes))}, "
-        f"{format_bytes(sum(sizes.values()))}"
-    )
-    width = max(map(len, sizes))
-    yield from (f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items())
-    if holds_tokenizer(out_dir) and GENERATION_NAME in sizes:
-        generation = json.loads((out_dir / GENERATION_NAME).read_text(encoding="utf-8"))
-        names = map(FolderTokenizer(out_dir).token_of, _listed(generation.get("eos_token_id")))
-        yield f"generation stops at {', '.join(names)}"
-    yield from _next_steps(out_dir, sizes)
-
-
-def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
-    if "adapter_config.json" in names:
-        yield f'next  PeftModel.from_pretrained(base, "{out_dir}") in peft; base: the model that the run began with'
-        yield f"      lora.path: {out_dir} in a configuration with a new run_dir trains on from these adapters"
-        return
-    tokenizer = "AutoTokenizer as well"
-    if has_images := any(name in names for name in PROCESSOR_FILES):
-        tokenizer = "AutoProcessor as well"
-    elif not any(name in names for name in TOKENIZER_FILES):
-        tokenizer = "no tokenizer: the run had none but ids"
-    settings = json.loads((out_dir / "config.json").read_text(encoding="utf-8"))
-    known = is_known(settings.get("model_type"))
-    loader = Architecture(settings).auto_class.__name__ if known else "AutoModelForCausalLM"
-    load = f'{loader}.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
-    if is_reward_model(settings):
-        yield f"next  {load}"
-        yield f"      model.path: {out_dir} with train.objective: reward and a new run_dir trains on from these weights"
-        return
-    image = " (and --image FILE)" if has_images and settings["model_type"] in VISION_FAMILIES else ""
-    named = shlex.quote(str(out_dir))
-    yield f'next  megatrain generate {named} "PROMPT" for a look; with --chat{image} if it learned chats'
-    yield f"      {load}"
-    yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megatrain_ray.config.urls import StoreUrl, is_url, without_secrets
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.export.export import SaveChoice, choose_save, describe_export, export_run
+from megatrain_ray.export.describe_export import describe_export
+from megatrain_ray.export.export import SaveChoice, choose_save, export_run
 from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError
 from megatrain_ray.run.best_evaluation import is_no_better

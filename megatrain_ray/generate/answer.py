@@ -12,10 +12,11 @@ from transformers import TextStreamer
 
 from megatrain_ray.engine.model.images import VISION_FAMILIES, token_types
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.export import listed_ids
 from megatrain_ray.generate.load_model import LoadedModel
 from megatrain_ray.io.chat.chat_template import Message
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.mark_turns import render_prompt
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.images.image_processor import PROCESSOR_FILES
 from megatrain_ray.io.images.replaced_images import ReplacedText, check_places
 from megatrain_ray.io.records.read_records import RecordError
@@ -148,9 +149,7 @@ def _pictured(model: LoadedModel, ids: torch.Tensor, prompts: Sequence[EncodedPr
 
 
 def _ends(model: LoadedModel) -> list[int]:
-    named = model.model.generation_config.eos_token_id
-    listed = [] if named is None else named if isinstance(named, list) else [named]
-    return list(dict.fromkeys([*model.marks.ends, *listed]))
+    return list(dict.fromkeys([*model.marks.ends, *listed_ids(model.model.generation_config.eos_token_id)]))
 
 
 def _answer(model: LoadedModel, ids: list[int]) -> Answer:

@@ -9,7 +9,8 @@ from typing import Any
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.generate.answer import Answer, EncodedPrompt, Sampling, encode_chat, encode_text, generate
 from megatrain_ray.generate.load_model import LoadedModel
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, read_conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, read_conversation
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.images.image_parts import RecordImages, read_image
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, as_written, missing_key, read_records
 from megatrain_ray.io.tokens.image_files import StoredImage

@@ -9,7 +9,7 @@ import torch
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export import export
-from megatrain_ray.export.export import describe_export
+from megatrain_ray.export.describe_export import describe_export
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.run.run_files import RunFiles
 

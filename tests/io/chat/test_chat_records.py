@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, Conversation, read_conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, read_conversation
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError
 
 Record = dict[str, Any]

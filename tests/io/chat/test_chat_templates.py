@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, Conversation, read_conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, read_conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder, EncodedChat
-from megatrain_ray.io.chat.messages import squeeze
+from megatrain_ray.io.chat.messages import Conversation, squeeze
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, Family, build
 

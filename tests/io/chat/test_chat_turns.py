@@ -10,8 +10,8 @@ import pytest
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.answer_texts import MarkedText
 from megatrain_ray.io.chat.chat_template import PLAIN, ChatTemplate, read_named_template
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.mark_turns import TurnMarker, render_prompt
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 from tests.support.chat_fixtures import FAMILIES
 

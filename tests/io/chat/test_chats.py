@@ -19,9 +19,9 @@ from tokenizers import models, pre_tokenizers
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
 from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import TokenBlock

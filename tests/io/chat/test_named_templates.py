@@ -10,9 +10,9 @@ import pytest
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import MARKS, ChatTemplate, load_chat_template, read_named_template
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
 from megatrain_ray.io.chat.mark_turns import TurnMarker
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.chat.template_ending import last_mark, text_after_answer
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer

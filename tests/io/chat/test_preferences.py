@@ -13,8 +13,9 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_sources import open_windows
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import BatchKind, assemble
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS
 from megatrain_ray.io.chat.find_chats import Answers, find_chats
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.chat.preferences import PairLayout, read_margin, read_pair
 from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.tokens.token_files import read_meta

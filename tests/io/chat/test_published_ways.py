@@ -11,8 +11,8 @@ import pytest
 
 from megatrain_ray.io.chat.answer_texts import MarkedText
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.mark_turns import TurnMarker
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 from tests.support.chat_fixtures import TEMPLATES
 

@@ -15,8 +15,9 @@ from megatrain_ray.data.data_worker import check_prompts, open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import LABELS
 from megatrain_ray.io.batching.corpus import open_corpus
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS
 from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.messages import Conversation
 from megatrain_ray.io.chat.preferences import UnpairedLayout
 from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.tokens.token_files import read_meta
