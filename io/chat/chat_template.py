@@ -15,9 +15,9 @@ from megatrain_ray.io.chat.messages import PROBE
 from megatrain_ray.io.images.image_parts import IMAGE
 from megatrain_ray.io.images.image_processor import holds_processor
 from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.tokens.byte_tokenizer import END_NAME
 from megatrain_ray.io.tokens.tokenizer import (
     ADDITIONAL_TEMPLATES,
-    END_NAME,
     FolderTokenizer,
     named_tokens,
     read_settings,

@@ -21,9 +21,10 @@ from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.images.replaced_images import ReplacedText, check_places
 from megatrain_ray.io.records.read_records import DROPPED, RecordError, RecordOutcome, RecordTally, check_unicode
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens.byte_tokenizer import END_NAME, ByteTokenizer
 from megatrain_ray.io.tokens.image_files import StoredImage
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, LossWeights, TokenArray, TokenBlock
-from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, Tokenizer
+from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
 

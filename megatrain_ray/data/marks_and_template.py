@@ -12,9 +12,8 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import with_ends_of
 from megatrain_ray.io.chat.template_ending import lacks_bos, last_mark, text_after_answer, unlearned_mark
-from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
+from megatrain_ray.io.tokens.byte_tokenizer import ByteTokenizer, is_byte_tokenizer
 from megatrain_ray.io.tokens.tokenizer import (
-    ByteTokenizer,
     FolderTokenizer,
     Tokenizer,
     holds_tokenizer,

@@ -7,8 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
-from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, FolderTokenizer
+from megatrain_ray.io.tokens.byte_tokenizer import END_NAME, ByteTokenizer, write_byte_tokenizer
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
 
 
 def test_ids_are_bytes_and_decode_to_the_text(tmp_path: Path) -> None:
