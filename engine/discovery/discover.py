@@ -27,7 +27,6 @@ from megatrain_ray.engine.layer_calls.imagined_images import (
 )
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
-from megatrain_ray.engine.model.flops import have_backward
 from megatrain_ray.engine.model.images import GivenImages, answer_features
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
@@ -176,8 +175,7 @@ def _with_frozen(activations: ActivationBytes, structure: ModelStructure, less: 
     less: measured with these frozen.
     """
     # Below a projector, blocks of a frozen tower keep nothing, though they stand above a trained embedding.
-    idle = [i for i, has in enumerate(have_backward(structure)) if not has]
-    return activations.above(structure.lowest_trained, less).scaled(idle, 0.0)
+    return activations.above(structure.lowest_trained, less).scaled(structure.without_backward, 0.0)
 
 
 @contextmanager

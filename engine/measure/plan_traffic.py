@@ -51,7 +51,7 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
 
 def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> int:
     """Return the bytes of working copies that each GPU uploads in a step."""
-    of_step = plan.visits(layout.lowest_trained)
+    of_step = plan.visits(structure.without_backward)
     loads = residency_of(of_step, structure, layout, plan).loads
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
     num_bytes = elements * plan.precision.working_dtype.itemsize

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain_ray.engine.layout.expert_names import whole_name
-from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure
 
 # Path of one expert in a list of experts: that of the list, then the expert's number.
@@ -83,34 +82,19 @@ def work_of(
     active_experts: how many experts a token is routed to; None: all.
     windows: attention window of each block in tokens; empty: none has one.
     """
-    backwards, attention = tuple(have_backward(structure)), dict[int, BlockAttention]()
+    without_backward, attention = structure.without_backward, dict[int, BlockAttention]()
     every_window = windows or [None] * len(structure.blocks)
     of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
     for i, window in of_layers if structure.attention_widths else ():
-        attention[i] = BlockAttention(structure.attention_widths[i - 1], window, 3 if backwards[i] else 1)
+        attention[i] = BlockAttention(structure.attention_widths[i - 1], window, 1 if i in without_backward else 3)
     stacks = _stacks(structure)
     return tuple(
         LayerWork(
-            tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), backwards[i],
+            tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), i not in without_backward,
             of_images=layer.rows_per_token is not None,
         )
         for i, layer in enumerate(structure.layers)
     )  # fmt: skip
-
-
-def have_backward(structure: ModelStructure) -> Iterator[bool]:
-    """Yield for each layer whether a gradient reaches it, so that it has a backward.
-
-    A vision tower begins at pixels, which have no gradient. Its own blocks take nothing from projectors.
-    """
-    lowest, tower_is_trained = structure.lowest_trained, False
-    for i, layer in enumerate(structure.layers):
-        trained = [p.name for p in layer.parameters if p.group.trained]
-        if layer.rows_per_token is None:
-            yield i >= lowest
-        else:
-            tower_is_trained |= any(re.search(TOWER, name) for name in trained)
-            yield tower_is_trained or bool(trained)
 
 
 def _stacks(structure: ModelStructure) -> Mapping[str, int]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.model.images import TOWER
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
 LARGE_ELEMENTS = 64 << 20  # 256 MiB in FP32
@@ -164,6 +165,25 @@ class ModelStructure:
     @property
     def lowest_trained(self) -> int:
         return self.layout().lowest_trained
+
+    @cached_property
+    def without_backward(self) -> frozenset[int]:
+        """Return the layers that no gradient reaches: those below the lowest trained layer, and a frozen vision tower.
+
+        A tower begins at pixels, which have no gradient. Its own blocks take nothing from projectors, which may stand
+        between them.
+        """
+        found, tower_is_trained, vision_is_trained = set(range(self.lowest_trained)), False, False
+        for i, layer in enumerate(self.layers):
+            if layer.rows_per_token is None:
+                continue
+            of_tower = [p.group.trained for p in layer.parameters if re.search(TOWER, p.name)]
+            is_trained = any(p.group.trained for p in layer.parameters)
+            tower_is_trained |= any(of_tower)
+            vision_is_trained |= is_trained
+            if not (is_trained or (tower_is_trained if of_tower else vision_is_trained)):
+                found.add(i)
+        return frozenset(found)
 
     @cached_property
     def layer_of(self) -> Mapping[str, int]:

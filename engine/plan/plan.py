@@ -7,6 +7,7 @@ docs/plan_format.md. `plan.json` in a run directory is `Plan.to_json()`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -331,13 +332,14 @@ class Plan:
             found[i + layer.kept_later].append(i)
         return tuple(map(tuple, found))
 
-    def visits(self, lowest_trained: int, num_micro_batches: int | None = None) -> tuple[Visit, ...]:
-        """Return the visits of a step. Its backward ends at layer `lowest_trained`.
+    def visits(self, without_backward: Set[int], num_micro_batches: int | None = None) -> tuple[Visit, ...]:
+        """Return the visits of a step.
 
+        without_backward: layers that no gradient reaches (ModelStructure.without_backward).
         num_micro_batches: of a step that has fewer than planned; None: as many as planned.
         """
         count = num_micro_batches or self.step.num_micro_batches
-        return visits(len(self.layers), count, self.step.order, lowest_trained, self.replayed_layers)
+        return visits(len(self.layers), count, self.step.order, without_backward, self.replayed_layers)
 
     @property
     def num_parameters(self) -> int:

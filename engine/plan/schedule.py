@@ -51,12 +51,12 @@ class Visit:
 
 
 def visits(
-    num_layers: int, num_micro_batches: int, order: LoopOrder, lowest_trained: int = 0,
+    num_layers: int, num_micro_batches: int, order: LoopOrder, without_backward: Set[int] = frozenset(),
     replayed: Set[int] = frozenset(),
 ) -> tuple[Visit, ...]:  # fmt: skip
     """Return all visits of a step in order. Layer 0 is the embedding, `num_layers - 1` the head.
 
-    lowest_trained: the layer at which the backward ends.
+    without_backward: layers that no gradient reaches. None of them is in `replayed`.
     replayed: layers that run forward once more before the backward of the next layer, whose input is not kept.
     """
     everything = tuple(range(num_micro_batches))
@@ -64,7 +64,8 @@ def visits(
     steps = (
         (phase, layer, micro_batches, micro_batches[-1] == num_micro_batches - 1 and phase in WITH_GRADIENT)
         for micro_batches in rounds
-        for phase, layer in _sweep(num_layers, lowest_trained, replayed)
+        for phase, layer in _sweep(num_layers, replayed)
+        if phase is not Phase.BACKWARD or layer not in without_backward
     )
     return tuple(Visit(i, *step) for i, step in enumerate(steps))
 
@@ -75,12 +76,12 @@ def forward_visits(num_layers: int, num_micro_batches: int, order: LoopOrder) ->
     return tuple(replace(visit, index=i, last=False) for i, visit in enumerate(forward))
 
 
-def _sweep(num_layers: int, lowest_trained: int, replayed: Set[int]) -> Iterator[tuple[Phase, int]]:
+def _sweep(num_layers: int, replayed: Set[int]) -> Iterator[tuple[Phase, int]]:
     head = num_layers - 1
     yield from ((Phase.FORWARD, layer) for layer in range(head))
     yield Phase.HEAD, head
     last = head - 1
-    while last >= lowest_trained:
+    while last >= 0:
         first = last  # becomes the first layer of the segment: the nearest one whose input was kept
         while first - 1 in replayed:
             first -= 1

@@ -278,7 +278,7 @@ class Engine:
 
     def _residency_of_step(self, num_micro_batches: int) -> Residency:
         if num_micro_batches not in self._residencies:
-            visits = self.plan.visits(self.model.layout.lowest_trained, num_micro_batches)
+            visits = self.plan.visits(self.model.structure.without_backward, num_micro_batches)
             self._residencies[num_micro_batches] = self._residency_of(visits)
         return self._residencies[num_micro_batches]
 

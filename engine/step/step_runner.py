@@ -29,6 +29,7 @@ from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
 from megatrain_ray.engine.step.step_data import StepInput, StepOutput, Submitted
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.virtual_clock import Op
 
 Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient flowed
@@ -76,7 +77,7 @@ class StepRunner:
             as soon as their gradient is complete.
         """
         self._gradients.begin()
-        visits = self._plan.visits(self._layout.lowest_trained, len(step.micro_batches))
+        visits = self._plan.visits(self._model.structure.without_backward, len(step.micro_batches))
         for hook in self._hooks:
             hook.begin_step(visits)
         passes = self._model.forward_passes(step.micro_batches)
@@ -162,6 +163,8 @@ class StepRunner:
             with self._bound(call, "forward", layer, j, state.step) as (function, parameters):
                 saving, keeps = self._saving(call, layer, done.kept), self._keeps(call, layer)
                 outcome = call.forward(function, parameters, saving, keeps=keeps, settle=self._settle)
+            if call.needs_gradient and layer in self._model.structure.without_backward:
+                raise MegatrainError(f"{call.path} needs a gradient, but no backward is planned: a defect of the plan")
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)), self._collecting(call, layer, done.between):
                 forward_pass.resume(outcome)

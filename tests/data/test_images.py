@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -189,9 +190,21 @@ def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, mo
             theirs = train_reference(tmp_path / "model", given, recipe, frozen=frozen)
         ours = train_engine(tmp_path / "model", batches, recipe, replace(mode, vision=vision))
         assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+        if vision == "projector":
+            assert uploads_of_frozen_layers(ours) == {1}, "for its forward only"
         assert ours.masters.keys() == theirs.masters.keys()
         for key, master in theirs.masters.items():
             assert torch.equal(ours.masters[key].flatten(), master.flatten()), (vision, key)
+
+
+def uploads_of_frozen_layers(result: EngineResult) -> set[float]:
+    """Return how often a sweep of the first step uploads a frozen layer of the tower."""
+    counts = Counter(r.op.layer for r in result.records[0] if r.op.name == "load")
+    return {
+        counts[i] / len(result.layout.layers[i].fragments) / result.plan.step.num_sweeps
+        for i, layer in enumerate(result.plan.layers)
+        if layer.name.startswith("vision.") and not layer.num_trained
+    }
 
 
 def test_pairs_in_a_tower_equal_those_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

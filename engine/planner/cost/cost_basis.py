@@ -74,7 +74,7 @@ class CostBasis:
             plan.replayed_layers,
         )
         if key not in self.schedules:
-            order = plan.visits(self.layout.lowest_trained)
+            order = plan.visits(self.structure.without_backward)
             self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))
         return self.schedules[key]
 
@@ -107,7 +107,7 @@ class CostBasis:
     @cached_property
     def one_sweep(self) -> tuple[Visit, ...]:
         """Return the visits of one micro-batch, without replays."""
-        return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.layout.lowest_trained)
+        return visits(len(self.layout.layers), 1, LoopOrder.LAYERS_OUTER, self.structure.without_backward)
 
 
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:

@@ -123,14 +123,14 @@ class _LayerPolicy:
     def _boundary(self, index: int) -> Tier | None:
         """Return where the layer's input waits for its backward; None if it is recomputed.
 
-        If nothing is trained before the layer, no gradient flows back to its input, which is then neither offloaded nor
-        recomputed.
+        The input stays on the device if no gradient flows back through it to the layer before.
         """
         a, lowest = self._activations, self._layout.lowest_trained
+        has_gradient = index > 0 and not self._structure.without_backward & {index - 1, index}
         in_segment = (index - max(1, lowest)) % self._candidate.segment  # segments begin after the embedding
-        if index > lowest and in_segment and a.replayable and a.replayable[index]:
+        if has_gradient and in_segment and a.replayable and a.replayable[index]:
             return None
-        leaves = self._candidate.boundaries is Tier.HOST and index > lowest and a.private and a.private[index]
+        leaves = self._candidate.boundaries is Tier.HOST and has_gradient and a.private and a.private[index]
         return Tier.HOST if leaves and a.boundary[index] else Tier.HBM
 
     def _policy(self, index: int) -> ActivationPolicy:

@@ -287,7 +287,7 @@ def _with_copies(plan: Plan) -> Plan:
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
     """Return the plan with its uploads per step, and with the bytes of working copies read from disk for them."""
-    order = plan.visits(layout.lowest_trained)
+    order = plan.visits(structure.without_backward)
     loads = residency_of(order, structure, layout, plan).loads
     num_bytes = read_bytes(plan, layout, (load.fragment for load in loads))
     return replace(

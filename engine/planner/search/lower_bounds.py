@@ -167,9 +167,9 @@ class Bounds:
         reloaded.
         """
         plan, layers = self._plan, self._basis.layout.layers
-        item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
-        streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
-        sweep_bytes = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
+        item, structure = plan.precision.working_dtype.itemsize, self._basis.structure
+        streamed = [i for i in plan.host_layers if structure.layers[i].kind is LayerKind.BLOCK]
+        sweep_bytes = sum(layers[i].size * item * (1 if i in structure.without_backward else 2) for i in streamed)
         edge = group_of(LayerKind.HEAD, 0)
         held = 2 * sum(slot.num_bytes for slot in plan.slots.weights if slot.group != edge)
         num_bytes = self._num_sweeps * max(0, sweep_bytes - held)

@@ -29,7 +29,7 @@ def test_visits_of_both_orders() -> None:
 
 def test_a_segment_is_run_forward_once_more_before_its_backward() -> None:
     """Up to its last layer, whose own backward begins with what enters it."""
-    order = visits(7, 1, LoopOrder.LAYERS_OUTER, 1, frozenset({1, 2, 4}))
+    order = visits(7, 1, LoopOrder.LAYERS_OUTER, {0}, frozenset({1, 2, 4}))
     backward = [f"{v.phase.value[0]}{v.layer}" for v in order if v.phase in (Phase.REPLAY, Phase.BACKWARD)]
     assert backward == ["r4", "b5", "b4", "r1", "r2", "b3", "b2", "b1"]
     assert [v.index for v in order] == list(range(len(order)))

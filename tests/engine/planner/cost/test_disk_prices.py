@@ -55,7 +55,7 @@ def test_the_engine_takes_what_the_simulation_does_for_each_of_them(tmp_path: Pa
         assert num_bytes > 0
         assert took_s == pytest.approx(num_bytes / rate)
 
-    order = plan.visits(layout.lowest_trained)
+    order = plan.visits(structure.without_backward)
     simulation = Simulation(plan, layout, order, residency_of(order, structure, layout, plan), prices)
     expected = [simulation.step() for _ in range(3)]
     for stage in (Stage.DISK, Stage.WEIGHTS):

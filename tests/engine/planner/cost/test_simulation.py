@@ -42,7 +42,7 @@ def costs(seed: int, **scales: float) -> CostModel:
 def simulated(folder: Path, recipe: Recipe, mode: Mode, cost: CostModel) -> list[SimulatedStep]:
     structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
     layout = structure.layout(plan.num_fragments)
-    order = plan.visits(layout.lowest_trained)
+    order = plan.visits(structure.without_backward)
     simulation = Simulation(plan, layout, order, residency_of(order, structure, layout, plan), cost)
     return [simulation.step() for _ in range(NUM_STEPS)]
 
