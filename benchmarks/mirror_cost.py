@@ -7,7 +7,8 @@ The mirror goes to s3_sink.py on loopback, a process with cores of its own, whic
 uploaded as fast as this machine can, which is the worst case for the steps meanwhile; a network is slower, and costs
 the same work over a longer time. The run has the other cores. Runs with and without a mirror alternate. Compared are
 the steps in which the mirrored runs uploaded (rows whose `mirror_lag` shows that the last save was still on its way),
-with the same steps of the others, which save as well. 12 GB in two saves, on a GPU machine:
+with the same steps of the others, which save as well: all of them (`cost_then`), and those in which no save was begun
+or written (`cost_of_upload`). 12 GB in two saves, on a GPU machine:
 
     python -m benchmarks.mirror_cost OUT.json benchmarks/configs/speed/qwen2.5_0.5b.yaml hardware.hbm_layers=0
 
@@ -40,6 +41,7 @@ from tests.support.runs import command, plan_of, rows
 POLL_S = 0.1
 FIRST_STEPS = 2  # not counted: memory is touched and kernels are loaded in them
 SENT = re.compile(r"mirrored the save of step (\d+): .* in ([\d.]+) s")
+ENDED = re.compile(r": (saved )?step (\d+)(?:: |  )")
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
@@ -52,6 +54,7 @@ class Found:
 
     step_s, mirror_lag: of each step; the lag is 0 in runs without a mirror.
     upload_s: seconds that each save took to be mirrored, by step.
+    saving: steps in which a save was begun or written.
     driver_cpu_s: user and system time of the driver's process.
     """
 
@@ -59,6 +62,7 @@ class Found:
     step_s: list[float]
     mirror_lag: list[int]
     upload_s: dict[int, float]
+    saving: list[int]
     save_bytes: int
     driver_cpu_s: float
     driver_peak_bytes: int
@@ -155,6 +159,7 @@ def run(run_dir: Path, config: str, settings: Sequence[str], mirror: str | None)
         step_s=[row["step_s"] for row in rows(run_dir)],
         mirror_lag=[row.get("mirror_lag", 0) for row in rows(run_dir)],
         upload_s={int(match[1]): float(match[2]) for match in SENT.finditer(lines)},
+        saving=list(while_saving(lines)),
         save_bytes=sum(blob.nbytes for blob in load_manifest(saves, list_saves(saves)[-1]).blobs()),
         driver_cpu_s=driver_cpu_s,
         driver_peak_bytes=driver_peak_bytes,
@@ -172,11 +177,8 @@ def usage(pid: int) -> tuple[float, int]:
 def compare(found: Sequence[Found], every: int) -> dict[str, Any]:
     """Return what a mirror cost. `found`: runs without one and with one in turns."""
     plain, mirrored = [each for each in found if not each.is_mirrored], [each for each in found if each.is_mirrored]
-    without, beside = [], []
-    for each in mirrored:
-        for step in while_uploading(each, every):
-            beside.append(each.step_s[step - 1])
-            without += [other.step_s[step - 1] for other in plain]
+    chosen = [(each, step) for each in mirrored for step in while_uploading(each, every)]
+    alone = [(each, step) for each, step in chosen if step not in each.saving]
     num_bytes = statistics.mean(len(each.upload_s) * each.save_bytes for each in mirrored)
     cpu_s = statistics.mean(e.driver_cpu_s for e in mirrored) - statistics.mean(e.driver_cpu_s for e in plain)
     seconds = [each.upload_s[step] for each in mirrored for step in each.upload_s]
@@ -184,14 +186,37 @@ def compare(found: Sequence[Found], every: int) -> dict[str, Any]:
     return {
         "save_gb": mirrored[0].save_bytes / 1e9,
         "upload_gb_per_s": mirrored[0].save_bytes / 1e9 / statistics.median(seconds),
-        "steps_while_uploading": len(beside),
-        "mean_step_s_then": statistics.mean(beside) if beside else None,
-        "mean_step_s_without": statistics.mean(without) if beside else None,
-        "cost_then": statistics.mean(beside) / statistics.mean(without) - 1 if beside else None,
+        **cost("then", chosen, plain),
+        **cost("of_upload", alone, plain),
         "cost_of_all_steps": whole[1] / whole[0] - 1,
         "driver_cpu_s_per_gb": cpu_s / (num_bytes / 1e9),
         "driver_peak_gib": [max(e.driver_peak_bytes for e in group) / 2**30 for group in (plain, mirrored)],
     }
+
+
+def cost(name: str, chosen: Sequence[tuple[Found, int]], plain: Sequence[Found]) -> dict[str, Any]:
+    """Return how many steps are compared, their mean seconds with and without a mirror, and their relative cost.
+
+    chosen: steps of mirrored runs.
+    """
+    times = [(each.step_s[step - 1], other.step_s[step - 1]) for each, step in chosen for other in plain]
+    if not times:
+        return {f"steps_{name}": 0}
+    beside, without = map(statistics.mean, zip(*times, strict=True))
+    return {f"steps_{name}": len(chosen), f"step_s_{name}": [beside, without], f"cost_{name}": beside / without - 1}
+
+
+def while_saving(lines: str) -> Iterator[int]:
+    """Yield the steps in which a save was begun or written: from the saved one to the one that ran at the commit.
+
+    lines: of the driver's log.
+    """
+    step = 0
+    for match in ENDED.finditer(lines):
+        if match[1]:
+            yield from range(int(match[2]), step + 2)
+        else:
+            step = int(match[2])
 
 
 def while_uploading(found: Found, every: int) -> Iterator[int]:

@@ -132,6 +132,8 @@ class RunSaves:
             self.running = RunningSave(self._context, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None
+        if self._context.mirror:
+            self._context.mirror.writing(step)
         self.missed = self._context.callbacks.save = False
 
     def reached(self, progress: Progress) -> None:
@@ -165,8 +167,14 @@ class RunSaves:
             raise
 
     def _abandon(self, save: RunningSave) -> None:
-        self.running = None
+        self.end()
         save.abandon()
+
+    def end(self) -> None:
+        """Forget the running save, if there is one. Uploads of the mirror need not wait for it any more."""
+        self.running = None
+        if self._context.mirror:
+            self._context.mirror.writing(None)
 
     def commit_complete(self, completed: int) -> None:
         """Commit the running save if it is complete. If all steps since the newest one were skipped, drop it."""
@@ -180,7 +188,8 @@ class RunSaves:
         self._context.run.flush()  # a save never exists without the rows before it
         with self._spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
-        self.step, self.num_applied, self.running = save.step, save.num_updates, None
+        self.step, self.num_applied = save.step, save.num_updates
+        self.end()
         log.info("saved step %d: %s", save.step, timing)
         if self._context.mirror:
             self._context.mirror.saved(save.step)

@@ -109,6 +109,7 @@ class Session:
             crew.check(NOTICE_S if lost else 0.0)
             raise crew.explain(error) from error
         finally:
+            self._saves.end()
             crew.kill()
             self._context.left.clear()
             self._context.left.update(crew.remote_pids)

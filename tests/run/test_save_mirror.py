@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,20 @@ BLOBS = {f"part_{part}.{kind}" for part in (0, 1) for kind in ("working", "resid
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_mirror, "PAUSES_S", (0.0, 0.0))
+
+
+class Waits(threading.Condition):
+    """Counts the waits, and says when one has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.count = threading.Event(), 0
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not predicate():
+            self.count += 1
+            self.began.set()
+        return super().wait_for(predicate, timeout)
 
 
 @contextmanager
@@ -194,6 +208,36 @@ def test_a_slow_store_holds_up_nobody(objects: Bucket, tmp_path: Path, capsys: p
     assert len(late) == 1
     assert "save_mirror: the save of step 4 is made, and " in late[0]
     assert not [request for request in objects.server.requests if "step_4" in request]
+
+
+def test_an_upload_waits_for_one_save_that_is_written_meanwhile(
+    objects: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload of step 4 waits until 6 is written, and not for 8. That of 6 waits for 8 until the run is killed."""
+    monkeypatch.setattr(mirrored_saves, "BLOBS_AT_ONCE", 1)
+
+    with begun(tmp_path / "a", objects):
+        pass
+    with pytest.raises(KeyboardInterrupt), begun(tmp_path / "a", objects, save_keep=3) as (run, mirror):
+        waits = Waits()
+        monkeypatch.setattr(mirror, "_writes", waits)
+        mirror.writing(6)
+        write_save(run.saves, 4, STATES[4], token=run.token)
+        mirror.saved(4)
+        assert waits.began.wait(60)
+        assert 4 not in saves_of(objects)
+        waits.began.clear()
+        write_save(run.saves, 6, STATES[6], token=run.token)
+        mirror.writing(None)
+        mirror.writing(8)
+        mirror.saved(6)
+        assert waits.began.wait(60)
+        assert mirror.lag(6) == 2
+        raise KeyboardInterrupt
+    assert not mirror._thread.is_alive()
+    assert waits.count == 2
+    assert saves_of(objects)[4] == {"manifest.json", *BLOBS}
+    assert "manifest.json" not in saves_of(objects).get(6, set())
 
 
 def test_a_damaged_save_of_the_mirror_is_passed_over(objects: Bucket, tmp_path: Path) -> None:

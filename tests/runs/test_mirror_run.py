@@ -41,7 +41,7 @@ def test_a_run_goes_on_from_its_mirror(
     url = f"{objects.url}/runs/one"
     six_steps = path, "train.steps=6", f"save_mirror={url}"
     dead, restart = _server_dies(objects, r"PUT .*step_2/part_0\.m")
-    mirror_saved = SaveMirror.saved
+    mirror_saved, written_steps = SaveMirror.saved, _written_steps(monkeypatch)
 
     def saved(mirror: SaveMirror, step: int) -> None:
         mirror_saved(mirror, step)
@@ -53,6 +53,7 @@ def test_a_run_goes_on_from_its_mirror(
     done = train(*six_steps, "train.steps=4")
     assert done.returncode == 0, done.stderr
     assert [row["mirror_lag"] for row in rows(tmp_path / "first")] == [1, 2, 3, 4], "no step waits for the mirror"
+    assert written_steps[:4] == [2, None, 4, None], "uploads wait from the beginning of a save to its commit"
     assert "save_mirror: the save of step 4 is made, and " in done.stderr
     puts = [request for request in objects.server.requests if request.startswith("PUT") and "manifest.json" in request]
     assert [re.findall(r"step_\d", name) for name in puts] == [["step_2"], ["step_4"]], "save_keep: 1 waits for uploads"
@@ -87,6 +88,18 @@ def test_a_run_goes_on_from_its_mirror(
     shutil.rmtree(tmp_path / "model")
     everything = b"".join([*written(tmp_path).values(), *(objects.get(name) for name in objects.names())])
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode() not in everything
+
+
+def _written_steps(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Return a list that receives what mirrors are told of saves that are being written."""
+    steps, writing = list[int | None](), SaveMirror.writing
+
+    def note(mirror: SaveMirror, step: int | None) -> None:
+        steps.append(step)
+        writing(mirror, step)
+
+    monkeypatch.setattr(SaveMirror, "writing", note)
+    return steps
 
 
 def _server_dies(objects: Bucket, request: str) -> tuple[threading.Event, Callable[[], None]]:
