@@ -13,11 +13,12 @@ import torch
 
 from megatrain_ray.escapes import escaped
 from megatrain_ray.io.images.image_processor import ImageProcessor
+from tests.support.gpu_runs import held_out
 from tests.support.in_process import Train
 from tests.support.pictured_models import build_pictured
 from tests.support.pictures import chats, encoded, picture, plain_answers, preferences
 from tests.support.reference import load_model
-from tests.support.runs import cli_here, config, losses, write_config
+from tests.support.runs import assert_same_masters, cli_here, config, losses, write_config
 
 
 def test_a_run_trains_the_projector_and_keeps_the_tower(
@@ -27,8 +28,8 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     folder, run_dir, data = build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path / "run", tmp_path / "chats.jsonl"
     records = [*chats(tmp_path), {"prompt": "Q", "completion": "A", "images": ["none.png"]}]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    tree = config(run_dir, folder, train__steps=3, save_every=1, eval_every=3, train__batch_size=2)
-    tree["train"]["vision"] = "projector"
+    tree = config(run_dir, folder, train__steps=3, save_every=1, eval_every=3, train__vision="projector")
+    tree["train"] |= {"batch_size": 2, "accumulate": 2, "clip": None}
     tree["data"] = {"kind": "sft", "path": str(data), "images": True, "seq_len": 100, "eval_path": str(data)}
     path = str(write_config(tmp_path / "run.yaml", tree))
 
@@ -43,12 +44,14 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     done = train(path, *skipping)
     assert done.returncode == 0, done.stderr
     assert "pixels of 3 images: 11 tokens in " in done.stderr
-    before = losses(run_dir)
+    before = shutil.copytree(run_dir, tmp_path / "one_gpu")
     shutil.rmtree(run_dir / "saves" / "step_3")
-    again = train(path, *skipping)
+    # Two ranks go on from the save of step 2. In step 3 one has no image.
+    again = train(path, *skipping, "hardware.num_gpus=2", "train.accumulate=1")
     assert again.returncode == 0 and "pixels of 3" not in again.stderr
-    assert "step 2/3" not in again.stdout and "step 3/3" in again.stdout  # it goes on from the save of step 2
-    assert losses(run_dir) == before
+    assert "step 2/3" not in again.stdout and "step 3/3" in again.stdout
+    assert (losses(run_dir), held_out(run_dir)) == (losses(before), held_out(before))
+    assert_same_masters(run_dir, before)
     with train.actors():
         alone = cli_here("eval", str(run_dir))
         share = ("data.eval_path=null", "data.eval_fraction=0.35")
