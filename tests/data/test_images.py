@@ -192,6 +192,7 @@ def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, mo
         assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
         if vision == "projector":
             assert uploads_of_frozen_layers(ours) == {1}, "for its forward only"
+            assert sum(r.op.name == "load" for r in ours.records[0]) == ours.plan.slots.num_uploads
         assert ours.masters.keys() == theirs.masters.keys()
         for key, master in theirs.masters.items():
             assert torch.equal(ours.masters[key].flatten(), master.flatten()), (vision, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +74,8 @@ class _LayerPolicy:
         self._on_disk = on_disk
         last = len(builder.layout.layers) - 1
         self._first_tail_block = last - candidate.num_tail_blocks
-        may_offload = range(max(1, self._layout.lowest_trained), self._first_tail_block)
+        idle = self._structure.without_backward
+        may_offload = [i for i in range(1, self._first_tail_block) if i not in idle]
         # Layers with a backward whose kept activations wait on the host or on disk.
         self._offloaded = frozenset(spread(may_offload, candidate.num_offloading))
 
@@ -154,7 +156,7 @@ class _LayerPolicy:
         return index >= self._first_tail_block or index in self._offloaded
 
 
-def spread(indices: range, count: int) -> list[int]:
+def spread(indices: Sequence[int], count: int) -> list[int]:
     """Return `count` of these indices, or all if there are fewer, at distances as equal as can be, the last included.
 
     Offloads then run under the forwards of the layers between.

@@ -11,13 +11,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.discovery.fake_answers import Answers
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.request import Candidate, Request
 from megatrain_ray.model.architecture import Architecture
+from tests.support.candidate_plans import build_plan
 from tests.support.families import FAMILIES
 from tests.support.pictured_models import PICTURED
+from tests.support.run_engine import MACHINE
 
 
 def found(name: str, seq_len: int, rules: Any = ParameterRules()) -> tuple[ModelStructure, ActivationBytes]:  # noqa: B008
@@ -43,6 +50,15 @@ def test_layers_of_a_tower_stand_between_embedding_and_blocks_in_the_order_of_th
     assert [num_bytes > 0 for num_bytes in activations.boundary[1 : len(tower) + 1]] == trained
     matrices = sum(math.prod(p.shape) for p in tower[-1].parameters if len(p.shape) > 1)
     assert work[-1].flops_of_token == 6 * matrices
+
+    # The frozen layers have no backward, so nothing of theirs is among what leaves the device.
+    request = Request(Precision.FP32, False, True, 1, 1, 16)
+    candidate = Candidate(
+        LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 2, 1, boundaries=Tier.HOST, kept=Tier.HOST, num_offloading=2
+    )
+    plan = build_plan(structure, activations, MACHINE, request, candidate)
+    assert [layer.name for layer in plan.layers if layer.kept is Tier.HOST] == ["vision.merger", "layers.2"]
+    assert [layer.name for layer in plan.layers if layer.boundary is Tier.HOST] == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_a_trial_with_a_part_of_the_images_counts_all() -> None:
