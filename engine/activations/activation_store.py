@@ -38,7 +38,7 @@ class OnHost:
     device: Device
     op: Op
     storages: list[torch.UntypedStorage]
-    places: list[torch.Tensor]  # host memory of each storage's bytes
+    places: Sequence[torch.Tensor]  # host memory of each storage's bytes
     event: Event  # the last copy, out of the device or back
     is_reloaded: bool = False  # whether the copy back is submitted
 
@@ -78,13 +78,14 @@ class HostBuffer:
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnHost:
         """Offload `storages` to the host, after all work submitted to the compute stream so far."""
-        places = [self._allocate(storage.nbytes()) for storage in storages]
+        sizes = [storage.nbytes() for storage in storages]
+        places = torch.split(self._allocate(sum(sizes)), sizes)
         pairs = list(zip(places, map(bytes_of, storages), strict=True))
         event = self._device.copy_all(Stage.D2H, pairs, op, [self._device.record()])
         return OnHost(self._device, op, storages, places, event)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        """Allocate 1-D uint8 memory. Raises MegatrainError if it exceeds the planned bytes."""
+        """Allocate 1-D uint8 memory, in one piece. Raises MegatrainError if it exceeds the planned bytes."""
         self._taken_bytes += num_bytes
         if self._taken_bytes > self._planned_bytes:
             raise MegatrainError(
@@ -109,12 +110,15 @@ class Entry(NamedTuple):
 
 
 def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Return the host memory to allocate: as planned, or less if the layout aliases host memory."""
+    """Return the host memory to allocate: as planned, or less if the layout aliases host memory.
+
+    Then it is what the working copies and the state of layers take together, or what one layer leaves if that is more.
+    What little there is stays whole: what experts keep holds indices, and those of other layers may be out of bounds.
+    """
     if layout.aliased_size is None:
         return plan.host_activation_bytes
     largest = max(max(layer.boundary_bytes, layer.kept_bytes) for layer in plan.layers)
-    aliased_bytes = layout.aliased_size * plan.precision.working_dtype.itemsize
-    return min(plan.host_activation_bytes, max(largest, aliased_bytes))
+    return min(plan.host_activation_bytes, max(largest, layout.aliased_size * plan.precision.element_bytes))
 
 
 class ActivationStore:

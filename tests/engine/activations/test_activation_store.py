@@ -202,16 +202,20 @@ def test_more_than_the_plan_has_room_for_is_an_error(stage: Stage) -> None:
 
 
 def test_memory_that_is_aliased_is_taken_in_turn(device: CpuDevice) -> None:
-    """Half a place is none: the next one begins where the first one did. The plan bounds it all the same."""
+    """What a layer left lies in one piece. If only half of it has room, it begins where the first layer's began.
+
+    So layers that leave alike read each other's indices as indices. The plan bounds the bytes all the same.
+    """
     plan = plan_of([layer_plan(Tier.HOST)] * NUM_LAYERS, 4 * NUM_BYTES)
     store = ActivationStore(plan, device, 5 * NUM_BYTES // 2)
     store.begin(visits(NUM_LAYERS, 1, LoopOrder.LAYERS_OUTER))
     for layer in range(NUM_LAYERS):
-        store.offload(layer, 0, [entering(float(layer))], [])
+        halves = [torch.full((NUM_BYTES // 8,), layer + half) for half in (0.0, 0.5)]
+        store.offload(layer, 0, halves, [])
     with pytest.raises(MegatrainError, match="take 320 bytes of host memory, the plan has 256"):
         store.offload(0, 0, [entering(4.0)], [])
     device.close()
-    assert store._buffer._memory.view(torch.float32)[[0, 16]].tolist() == [2.0, 3.0]
+    assert store._buffer._memory.view(torch.float32)[:32:8].tolist() == [2.0, 2.5, 3.0, 3.5]
 
 
 SIZE = 2 * SMALL_BYTES
