@@ -37,8 +37,8 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import may_chunk
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.model.engine_settings import rules_of
 from megatrain_ray.model.model_source import ModelSource
-from megatrain_ray.model.optimizer_settings import rules_of
 
 log = logging.getLogger(__name__)
 

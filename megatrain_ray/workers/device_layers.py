@@ -12,7 +12,7 @@ from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, WrittenPart
 from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.model.optimizer_settings import adamw_constants
+from megatrain_ray.model.engine_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec
 
 

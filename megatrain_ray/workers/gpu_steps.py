@@ -11,17 +11,11 @@ from dataclasses import replace
 import torch
 
 from megatrain_ray.accounting.work_counters import WorkColumns
-from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
-from megatrain_ray.engine.objectives.distillation import Distillation
 from megatrain_ray.engine.objectives.kto_objective import KtoObjective
-from megatrain_ray.engine.objectives.logprob_objective import LogprobObjective
-from megatrain_ray.engine.objectives.pair_objective import PairObjective
-from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
-from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.sampler import MOST_ROWS, Completion, Prompt, SamplingParams
@@ -32,6 +26,7 @@ from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.feature_files import FeatureReader
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS
 from megatrain_ray.metrics.step_rows import StepRows
+from megatrain_ray.model.engine_settings import objective_of
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.rollouts.answer_scores import AnswerBatch, SampledAnswer
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
@@ -71,6 +66,7 @@ class GpuSteps:
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
         self._most_rows = MOST_ROWS  # that each rank samples together
+        self._objective = objective_of(run_spec.config, run_spec.teacher)
         self._features = FeatureReader(run_spec.features.training)
         self._held_out_features = FeatureReader(run_spec.features.held_out)
         self._reference: WeightSource | None = None  # opened when it is first needed
@@ -109,14 +105,14 @@ class GpuSteps:
         if self._next_batch is None:  # rollouts were sampled and rewarded since the step before
             self._rows.start_clock()
         start = time.perf_counter()
-        batch = await self._take_batch(self._next_batch or self._fetch_batch(step), f"batch of step {step}")
-        batch = self._with_images(batch, self._features)
+        fetching = self._next_batch or self._fetch_batch(step)
+        batch = await self._take_batch(fetching, f"batch of step {step}", self._features)
         # A step of a stream is submitted only once its batch can be drawn, so it may have waited before it began.
         data_s = max(time.perf_counter() - start, self._arrived_s - self._rows.started_s)
         train = self._run_spec.config.train
         self._fetch_after(step)
         start = time.perf_counter()
-        objective = await self._objective(batch, step - 1)
+        objective = await self._objective_of(batch, step - 1)
         forward_s = time.perf_counter() - start
         inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective, batch.counts)
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
@@ -128,17 +124,14 @@ class GpuSteps:
         row = self._rows.row(report, batch, data_s)
         return StepResult(row | self._work.columns(step, self._rows.newest), self._progress)
 
-    async def _objective(self, batch: Batch, step: int) -> Objective:
-        return await objective_of_batch(self._engine, objective_of(self._run_spec), batch, step, self._micro_batches)
+    async def _objective_of(self, batch: Batch, step: int) -> Objective:
+        return await objective_of_batch(self._engine, self._objective, batch, step, self._micro_batches)
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
         everything = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
         count = len(everything) // self._run_spec.plan.hosts.num_gpus
         return everything[self._rank * count : (self._rank + 1) * count]
-
-    def _with_images(self, batch: Batch, features: FeatureReader) -> Batch:
-        return with_images(batch, features, self._rank, self._run_spec.plan.hosts.num_gpus)
 
     async def _trace(self, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""
@@ -160,8 +153,7 @@ class GpuSteps:
         """
         fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the previous batch is evaluated
         async with self._between_steps(step, lambda: self._num_evaluated.get(step, 0) == index):
-            batch = await self._take_batch(fetching, f"held-out batch {index}")
-            batch = self._with_images(batch, self._held_out_features)
+            batch = await self._take_batch(fetching, f"held-out batch {index}", self._held_out_features)
             with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
                 loss = await self._held_out_loss(batch, step)
             self._num_evaluated = {step: index + 1}
@@ -186,7 +178,7 @@ class GpuSteps:
             logprobs = await self._engine.logprobs(micro_batches, step, top)
             shape = batch.targets.shape if top is None else (*batch.targets.shape, -1)
             return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(shape))  # rank 0 is asked
-        objective = await self._objective(batch, step)
+        objective = await self._objective_of(batch, step)
         if objective.distillation is not None:
             total, plain = await self._engine.evaluate(micro_batches, step, objective)
             return replace(sums, total=total, metrics={"cross_entropy": (plain, batch.total_weight)})
@@ -246,16 +238,17 @@ class GpuSteps:
                 of_all += rows.of_answers(logprobs.numpy().reshape(rows.batch.targets.shape))
         return found
 
-    async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
+    async def _take_batch(self, fetching: Awaitable[Batch], name: str, features: FeatureReader) -> Batch:
         self.waits_for = name
         try:
             async with asyncio.timeout(DEADLINE_S):
                 with self._engine.device.spans.span(Row.STEPS, "wait data", waits=True):
-                    return await fetching
+                    batch = await fetching
         except TimeoutError:
             raise DeadlineError(f"the data process did not make the {name} within {DEADLINE_S:.0f} s") from None
         finally:
             self.waits_for = ""
+        return with_images(batch, features, self._rank, self._run_spec.plan.hosts.num_gpus)
 
     async def finish(self, last: int) -> None:
         """Wait until step `last` and its update are over, and fetch no more batches."""
@@ -264,15 +257,6 @@ class GpuSteps:
         if self._next_batch:
             self._next_batch.cancel()
         await self._engine.drain(self._progress.step)
-
-
-def objective_of(run_spec: RunSpec) -> Objective:
-    train, teacher, seq_len = run_spec.config.train, run_spec.teacher, run_spec.config.data.seq_len
-    if train.objective == "distill":
-        assert teacher is not None  # the run has found it
-        numbers = train.distillation
-        return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
-    return Objective(train.z_loss, train.label_smoothing, _logprob_objective(train, seq_len))
 
 
 def with_images(batch: Batch, features: FeatureReader, rank: int, num_ranks: int) -> Batch:
@@ -310,20 +294,3 @@ def _whole(batch: Batch) -> Targets:
     """Return the targets of all rows of a batch, on the host."""
     (whole,) = micro_batches_of(batch, len(batch.input_ids))
     return whole.uploaded_targets(lambda tensor: tensor)
-
-
-def _logprob_objective(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
-    numbers, policy = train.preference.model_dump(), train.policy.model_dump()
-    centering = numbers.pop("center_rewards_coefficient")
-    weights = numbers.pop("desirable_weight"), numbers.pop("undesirable_weight")
-    match train.objective:
-        case "sft" | "distill":
-            return None
-        case "reward":
-            return RewardObjective(centering)
-        case "kto" | "apo_zero_unpaired" as kind:
-            return KtoObjective(kind, train.preference.beta, *weights)
-        case "grpo":
-            return PolicyObjective(**policy | {"answer_length": policy["answer_length"] or seq_len})
-        case kind:
-            return PairObjective(kind, **numbers)

@@ -30,14 +30,14 @@ from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder, Handl
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.measured_store import DiskMeter
 from megatrain_ray.metrics.step_rows import StepRows
-from megatrain_ray.model.optimizer_settings import muon_of
+from megatrain_ray.model.engine_settings import muon_of, objective_of
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.spans import RecordedSpans
 from megatrain_ray.workers import arenas
 from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
 from megatrain_ray.workers.device_layers import DeviceLayers
-from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, Scores, objective_of
+from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, Scores
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
 from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
@@ -161,7 +161,7 @@ class GpuWorker:
                 ranks=self._group,
             )  # fmt: skip
             config = self._run_spec.config
-            objective = objective_of(self._run_spec)
+            objective = objective_of(config, self._run_spec.teacher)
             shapes = WarmUpShapes(
                 objective,
                 packed=config.data.packing,

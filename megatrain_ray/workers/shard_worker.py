@@ -29,7 +29,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.io.storage.disk_io import HeldFiles, taken_bytes
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
-from megatrain_ray.model.optimizer_settings import adamw_constants
+from megatrain_ray.model.engine_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates

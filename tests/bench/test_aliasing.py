@@ -21,7 +21,7 @@ from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.model.optimizer_settings import adamw_constants
+from megatrain_ray.model.engine_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.run.train_output import TrainOutput

@@ -1,4 +1,4 @@
-"""Translates a configuration for the engine's optimizers: which parameters they train, and with what constants."""
+"""Translates a configuration for the engine: what is minimised, which parameters are trained, by which constants."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import re
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
+from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.objectives.distillation import Distillation, TopTokens
+from megatrain_ray.engine.objectives.kto_objective import KtoObjective
+from megatrain_ray.engine.objectives.logprob_objective import LogprobObjective
+from megatrain_ray.engine.objectives.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
+from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.model.architecture import REWARD_HEAD
@@ -53,3 +60,30 @@ def adamw_constants(train: OptimizationConfig) -> AdamWConstants:
     """Return the constants that all optimizer updates of the run use."""
     seed = train.seed if train.moments == "bf16" else None
     return AdamWConstants(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)
+
+
+def objective_of(config: TrainConfig, teacher: TopTokens | None) -> Objective:
+    """Return what is minimised. `teacher`: what of a teacher's predictions is recorded; None: there is no teacher."""
+    train = config.train
+    if train.objective == "distill":
+        assert teacher is not None  # the run has found it
+        numbers = train.distillation
+        return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
+    return Objective(train.z_loss, train.label_smoothing, _logprob_objective(train, config.data.seq_len))
+
+
+def _logprob_objective(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
+    numbers, policy = train.preference.model_dump(), train.policy.model_dump()
+    centering = numbers.pop("center_rewards_coefficient")
+    weights = numbers.pop("desirable_weight"), numbers.pop("undesirable_weight")
+    match train.objective:
+        case "sft" | "distill":
+            return None
+        case "reward":
+            return RewardObjective(centering)
+        case "kto" | "apo_zero_unpaired" as kind:
+            return KtoObjective(kind, train.preference.beta, *weights)
+        case "grpo":
+            return PolicyObjective(**policy | {"answer_length": policy["answer_length"] or seq_len})
+        case kind:
+            return PairObjective(kind, **numbers)
