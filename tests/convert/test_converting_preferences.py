@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatrain_ray.convert.convert_config import convert
-from tests.convert.test_converting import AXOLOTL, LLAMA_FACTORY
+from tests.support.other_tools import AXOLOTL, LLAMA_FACTORY
 
 HUB = {"dataset_dir": "ONLINE", "dataset": "owner/answers"}
 
