@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,33 +26,40 @@ from tests.support.tiny import as_tensors, build_tiny
 STEPS = 4
 
 
-def test_a_run_learns_from_a_teacher_and_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
-    """The teacher has another number of layers. One whose ids may be others is refused."""
+def prepare(tmp_path: Path, teacher: str) -> tuple[dict[str, Any], Path]:
+    """Return the settings of a run that learns from `teacher`, and their file."""
     chats = [
         [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "ab" * (n % 7 + 1)}]
         for n in range(1, 40)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    teacher = build_tiny(tmp_path / "teacher", num_layers=2, vocab_size=260, seed=1)
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=2)
     numbers = {"temperature": 2.0, "beta": 0.5, "sft_weight": 0.1}
     tree["train"] |= {
         "steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "accumulate": 2, "objective": "distill",
-        "distillation": {"teacher": str(teacher), "top_k": 8, **numbers},
+        "distillation": {"teacher": teacher, "top_k": 8, **numbers},
     }  # fmt: skip
     tree["data"] = {
         "kind": "sft", "path": str(tmp_path / "chats.jsonl"), "eval_fraction": 0.3, "tokenizer": "bytes",
         "seq_len": 200,
     }  # fmt: skip
-    path = write_config(tmp_path / "config.yaml", tree)
+    return tree, write_config(tmp_path / "config.yaml", tree)
+
+
+def test_a_teacher_whose_ids_may_be_others_is_refused(tmp_path: Path) -> None:
+    _, path = prepare(tmp_path, str(build_tiny(tmp_path / "teacher", num_layers=2, vocab_size=260)))
     for command in ("train", "plan"):
         refused = cli_here(command, str(path))
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "must have the same ids: it has no tokenizer, and its vocab_size is 260 instead of 257" in refused.stderr
         gone = cli_here(command, str(path), "train.distillation.teacher=/gone")
         assert "error: train.distillation.teacher: /gone is no folder" in gone.stderr
-    tree["train"]["distillation"]["teacher"] = str(build_tiny(tmp_path / "teacher", num_layers=2, seed=1))
-    path = write_config(tmp_path / "config.yaml", tree)
+
+
+def test_a_run_learns_from_a_teacher_and_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
+    """The teacher has another number of layers."""
+    teacher = build_tiny(tmp_path / "teacher", num_layers=2, seed=1)
+    tree, path = prepare(tmp_path, str(teacher))
     done = train(str(path))
     assert done.returncode == 0, done.stderr
     assert "the 8 likeliest tokens have " in done.stderr

@@ -7,7 +7,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def fails(completions, **columns):
 
 OWN_REWARD = """
 from pathlib import Path
+from subprocess import CompletedProcess
 
 def share_of_e(completions, **columns):
     at_work = Path(__file__).parent / "rewarding" / "now"
@@ -103,34 +105,55 @@ def assert_logprobs(model: Path, records: list[dict[str, Any]], *, is_first: boo
         assert (record["old_logprobs"] == record["reference_logprobs"]) == is_first
 
 
-def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: Path, train: Train) -> None:
-    whole = prepare(tmp_path, "whole")
-    planned = cli_here("plan", str(whole)).stdout
+class Whole(NamedTuple):
+    """Holds a run without an interruption, and the folder of its files."""
+
+    folder: Path
+    done: CompletedProcess[str]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Whole:
+    folder = tmp_path_factory.mktemp("rollouts")
+    done = train(str(prepare(folder, "whole")))
+    assert done.returncode == 0, done.stderr
+    return Whole(folder, done)
+
+
+def test_a_plan_says_what_samplings_take(tmp_path: Path) -> None:
+    planned = cli_here("plan", str(prepare(tmp_path, "run"))).stdout
     # Of an answer 132 tokens × 2 × 3 layers × 2 heads × 16 values × 4 B, and 257 logits; of the reference a block.
     assert re.search(
         "sampling  32 answers at once, 3.16 MiB for cache and logits; predicted 0.00.* for 32 answers of 8 tokens "
         rf"every {EVERY} steps\nreference 184.00 KiB of RAM and as much .*; predicted \S+ s of computing each time",
         planned,
     )
-    done = train(str(whole))
-    assert done.returncode == 0, done.stderr
-    found = rows(tmp_path / "whole")
+
+
+def test_a_run_learns_what_is_rewarded(whole: Whole, train: Train) -> None:
+    found = rows(whole.run_dir)
     assert found[0]["rollouts"]["reward"] < 0.1 < 0.5 < found[-1]["rollouts"]["reward"]
     assert found[0]["rollouts"] == found[1]["rollouts"] != found[2]["rollouts"]
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
     assert found[0]["kl"] == 0.0 < found[1]["kl"] < found[-1]["kl"], "the reference is the model before any update"
-    assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
-    assert f"{HELD_OUT} record held out" in done.stderr
-    evaluations = evaluations_of(tmp_path / "whole")
+    assert whole.done.stdout.count("sampled tokens/s") == STEPS // EVERY
+    assert f"{HELD_OUT} record held out" in whole.done.stderr
+    evaluations = evaluations_of(whole.run_dir)
     assert [*evaluations] == [0, 7, STEPS]
     for row in evaluations.values():
         assert row["eval_reward"] == -row["eval_loss"] == row["eval_reward/share_of_e"] + 0.5 * row["eval_reward/exact"]
     assert evaluations[0]["eval_reward"] < 0.1 and evaluations[STEPS]["eval_reward"] > 0.5
     best = max((7, STEPS), key=lambda step: evaluations[step]["eval_reward"])
-    assert f"after step {best}" in cli_here("inspect", str(tmp_path / "whole")).stdout
-    assert evaluations[7].items() - evaluated(train, tmp_path / "whole", 7) == {("epoch", evaluations[7]["epoch"])}
+    assert f"after step {best}" in cli_here("inspect", str(whole.run_dir)).stdout
+    assert evaluations[7].items() - evaluated(train, whole.run_dir, 7) == {("epoch", evaluations[7]["epoch"])}
 
-    folder = tmp_path / "whole" / "rollouts"
+
+def test_rollouts_are_kept_as_long_as_a_save_may_need_them(whole: Whole) -> None:
+    folder = whole.run_dir / "rollouts"
     files = sorted(folder.glob("*.jsonl"))
     kept = {"step_6", "step_8", "step_10", "step_12"}  # the save of step 7 learns from the oldest next
     assert {file.stem for file in files} == kept
@@ -141,34 +164,38 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
         assert record["reward"] == pytest.approx(record["rewards"]["share_of_e"] + 0.5 * record["rewards"]["exact"])
         assert len(record["logprobs"]) == len(record["completion_ids"]) <= 8
         assert record["ended"] == (record["completion_ids"][-1] == 256)
-    assert found[-1]["rollouts"]["reward"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
+    assert rows(whole.run_dir)[-1]["rollouts"]["reward"] == pytest.approx(
+        sum(r["reward"] for r in records) / len(records)
+    )
 
-    parts = prepare(tmp_path, "parts")
-    begun = tmp_path / "begun"
-    for steps, run_dir in ((5, begun), (STEPS, tmp_path / "parts")):  # both starts learn from the rollouts after step 4
+
+def test_a_run_is_resumed_in_mid_sampling(whole: Whole, train: Train) -> None:
+    """Two GPUs sample the same answers, and the reference may be a save of another run."""
+    folder, evaluations = whole.folder, evaluations_of(whole.run_dir)
+    parts = prepare(folder, "parts")
+    begun = folder / "begun"
+    for steps, run_dir in ((5, begun), (STEPS, folder / "parts")):  # both starts learn from the rollouts after step 4
         if steps == STEPS:  # a copy goes on, whose rollouts are other files than those that were tokenised
             (begun / "rollouts" / "step_6.jsonl").write_text("{}")
             shutil.copytree(begun, run_dir)
         part = train(str(parts), f"run_dir={run_dir}", f"train.steps={steps}", f"train.rollouts.timeout_s={steps}")
         assert part.returncode == 0, part.stderr
     for first in (0, 4):
-        assert_logprobs(tmp_path / "model", read(begun / "rollouts" / f"step_{first}.jsonl"), is_first=not first)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert_same_masters(tmp_path / "parts", tmp_path / "whole")
-    assert evaluations.items() <= evaluations_of(tmp_path / "parts").items()
-    two = ("train.steps=1", "hardware.num_gpus=2", "train.accumulate=1", f"train.reference={tmp_path / 'whole'}")
-    done = train(str(parts), f"run_dir={tmp_path / 'two'}", *two)
+        assert_logprobs(folder / "model", read(begun / "rollouts" / f"step_{first}.jsonl"), is_first=not first)
+    assert losses(folder / "parts") == losses(whole.run_dir)
+    assert_same_masters(folder / "parts", whole.run_dir)
+    assert evaluations.items() <= evaluations_of(folder / "parts").items()
+    for name in ("step_8.jsonl", "step_12.jsonl"):
+        assert (folder / "parts" / "rollouts" / name).read_text() == (whole.run_dir / "rollouts" / name).read_text()
+    two = ("train.steps=1", "hardware.num_gpus=2", "train.accumulate=1", f"train.reference={folder / 'whole'}")
+    done = train(str(parts), f"run_dir={folder / 'two'}", *two)
     assert done.returncode == 0, done.stderr
-    assert rows(tmp_path / "two")[0]["kl"] > 0.1, "the reference is the save of another run"
-    for own, alone in zip(
-        *(read(path / "rollouts" / "step_0.jsonl") for path in (tmp_path / "two", begun)), strict=True
-    ):
+    assert rows(folder / "two")[0]["kl"] > 0.1, "the reference is the save of another run"
+    for own, alone in zip(*(read(path / "rollouts" / "step_0.jsonl") for path in (folder / "two", begun)), strict=True):
         assert (own["completion_ids"], own["ended"]) == (alone["completion_ids"], alone["ended"])
         for key in ("logprobs", "old_logprobs"):
             assert own[key] == pytest.approx(alone[key], abs=1e-5)
-    assert evaluations_of(tmp_path / "two")[0] == evaluations[0]
-    for name in ("step_8.jsonl", "step_12.jsonl"):
-        assert (tmp_path / "parts" / "rollouts" / name).read_text() == (folder / name).read_text()
+    assert evaluations_of(folder / "two")[0] == evaluations[0]
 
 
 def test_what_is_wrong_is_told_before_a_process_starts(tmp_path: Path) -> None:
