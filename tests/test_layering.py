@@ -31,8 +31,8 @@ ENGINE = (
 )  # fmt: skip
 ORCHESTRATION = (
     "machine", "model", "accounting", "console", "run", "data", "rollouts", "convert", "profiling", "planning",
-    "metrics", "workers", "crew", "driver", "export", "generate", "report", "start_of_run", "trainer", "bench",
-    "commands", "command_line", "cli", "__main__", "__init__",
+    "metrics", "workers", "crew", "driver", "export", "generate", "report", "start_of_run", "training_run",
+    "trainer", "bench", "commands", "command_line", "cli", "__main__", "__init__",
 )  # fmt: skip
 ORDER = (*FOUNDATION, *IO, *ENGINE, *ORCHESTRATION)
 WITH_RAY = {"crew", "driver", "metrics.ray_sink"}  # rooms and modules that may import it

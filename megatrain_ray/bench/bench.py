@@ -33,7 +33,7 @@ from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.train_output import TrainOutput
-from megatrain_ray.trainer import Trainer
+from megatrain_ray.training_run import TrainingRun
 from megatrain_ray.units import format_bytes
 
 
@@ -80,9 +80,9 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
     What is printed meanwhile goes to standard error; standard output stays empty. Raises what a training raises.
     """
     with redirect_stdout(sys.stderr), Interrupts():
-        trainer = _ObservingTrainer(config, options.alias_bytes)
-        output = trainer.train()
-        observed = trainer.observed
+        run = _ObservedRun(config, options.alias_bytes)
+        output = run.run()
+        observed = run.observed
         _check_updates(output)
         busy = next((busy_share(read_trace(trace)) for trace in find_traces(output.run_dir)), None)
         compared = compare_starts(RunFiles(output.run_dir))
@@ -99,13 +99,13 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
     return BenchResult(observed, output.rows, busy, comparison, ceiling, in_process)
 
 
-class _ObservingTrainer(Trainer):
+class _ObservedRun(TrainingRun):
     """Trains, and observes the processes after the last step. Layers may share host memory in turn."""
 
     observed: Observed  # exists when training has ended
 
     def __init__(self, config: TrainConfig, alias_bytes: int | None) -> None:
-        super().__init__(args=config)
+        super().__init__(config)
         self._alias_bytes = alias_bytes
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:

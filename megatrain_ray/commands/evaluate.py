@@ -13,7 +13,7 @@ from megatrain_ray.console.progress import describe_evaluation, describe_held_ou
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import choose_save
 from megatrain_ray.run.run_files import RunFiles, no_run
-from megatrain_ray.trainer import evaluate_model
+from megatrain_ray.training_run import evaluate_model
 
 
 def evaluate(options: Namespace) -> str:

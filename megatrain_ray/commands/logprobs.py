@@ -23,7 +23,7 @@ from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, open_logprobs, 
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.start_of_run import tokenize_all
-from megatrain_ray.trainer import compute_logprobs
+from megatrain_ray.training_run import compute_logprobs
 from megatrain_ray.units import format_count
 
 ANSWERS: tuple[str, ...] = ("chosen", "rejected")  # of a preference

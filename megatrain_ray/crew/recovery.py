@@ -1,4 +1,4 @@
-"""Decides what a run does about a process that failed. Supervisor, session and trainer carry the decisions out.
+"""Decides what a run does about a process that failed. Supervisor, session and training run carry the decisions out.
 
 Optimizer shards and arena owners keep their state in shared memory, which outlives them, so a replacement continues
 where they stopped. A replaced data process draws the same batches. One GPU worker cannot end a step without the others.

@@ -152,8 +152,12 @@ class RunDir(RunFiles):
             return train_changes(TrainConfig.model_validate(manifest.config), self.config)
         return {}
 
-    def report_resume(self, manifest: Manifest) -> None:
-        """Print what going on from a save means."""
+    def report_resume(self, manifest: Manifest | None) -> None:
+        """Print what going on from a save means, or that training begins again without one."""
+        if manifest is None:
+            if rows := self.rows():
+                say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
+            return
         step = manifest.step
         num_again = sum(row["step"] > step for row in self.rows())
         again = f"; {num_again} steps that were not saved are made again" if num_again else ""

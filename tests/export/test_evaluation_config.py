@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import trainer
+from megatrain_ray import training_run
 from megatrain_ray.commands import evaluate
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
@@ -91,14 +91,14 @@ def test_an_evaluation_needs_features_of_held_out_images_only(tmp_path: Path, mo
     ) -> dict[Path, Path]:
         return {folder: folder / "features" for folder in folders}
 
-    monkeypatch.setattr(trainer, "find_features", find)
-    monkeypatch.setattr(trainer, "identity_of", lambda name, settings: None)
+    monkeypatch.setattr(training_run, "find_features", find)
+    monkeypatch.setattr(training_run, "identity_of", lambda name, settings: None)
     training, held_out = tmp_path / "training", tmp_path / "held_out"
     data, machine = SimpleNamespace(training=(training,), held_out=(held_out,)), SimpleNamespace(device="cpu")
     tree = config(tmp_path, {"model_type": "gpt2"}, data__eval_path="held", eval_every=1)
     tree["data"] |= {"kind": "sft", "images": True, "tokenizer": "t"}
     for tree["train"]["steps"], expected in ((0, ()), (1, (training / "features",))):
-        made = trainer.Trainer(args=tree)
+        made = training_run.TrainingRun(TrainConfig.model_validate(tree))
         run: Any = SimpleNamespace(config=made.config, path=tmp_path)
         found = made._features(run, None, data, machine, None)  # type: ignore[arg-type]
         assert found == (expected, (held_out / "features",))

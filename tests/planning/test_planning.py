@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray import trainer
+from megatrain_ray import trainer, training_run
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.discover import Trials, discover
 from megatrain_ray.engine.model.attention import Attention
@@ -72,7 +72,7 @@ def test_yarn_stretches_the_positions_of_a_configuration_as_pages_of_models_say(
 def test_rows_that_are_too_long_are_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
-    monkeypatch.setattr(trainer, "ray_processes", None)
+    monkeypatch.setattr(training_run, "ray_processes", None)
     shape = {"model_type": "gemma3", "text_config": LLAMA} if nested else LLAMA
     tree = config(tmp_path / "run", shape, data__seq_len=POSITIONS + 1)
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray import trainer
+from megatrain_ray import trainer, training_run
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
@@ -303,7 +303,7 @@ def test_what_is_prepared_by_itself_is_a_run(tmp_path: Path, measurements: list[
 def test_a_run_with_a_wrong_path_ends_before_any_process_starts(
     tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "ray_processes", None)
+    monkeypatch.setattr(training_run, "ray_processes", None)
     with pytest.raises(ConfigError, match=r"spill\.path: cannot write to /proc/none: "):
         trainer.Trainer(args=settings(tmp_path, Path("/proc/none"))).train()
     assert not (tmp_path / "run").exists()
@@ -311,7 +311,7 @@ def test_a_run_with_a_wrong_path_ends_before_any_process_starts(
 
 @pytest.mark.parametrize("key", ["run_dir", "spill.path"])
 def test_a_ray_job_takes_absolute_paths_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setattr(trainer, "in_ray_job", lambda: True)
+    monkeypatch.setattr(training_run, "in_ray_job", lambda: True)
     tree = config(tmp_path / "run", LLAMA, spill__path=str(tmp_path / "nvme"))
     override(tree, f"{key}=relative")
     with pytest.raises(ConfigError, match=rf"^{key}: relative is relative, and a Ray job runs in a folder of its own"):

@@ -150,7 +150,7 @@ def test_bad_input(
         started.append(name)
         yield Daemons(), None
 
-    monkeypatch.setattr("megatrain_ray.trainer.ray_processes", no_processes)
+    monkeypatch.setattr("megatrain_ray.training_run.ray_processes", no_processes)
     monkeypatch.setattr("megatrain_ray.metrics.sinks.find_spec", lambda package: None)
     check_refusal(tmp_path, capsys, name)
     assert bool(started) == (name in AFTER_RAY)

@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.commands.doctor import examine
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
@@ -26,6 +27,7 @@ from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.report.page_placement import pages_of
 from megatrain_ray.run.run_processes import GPU, gpu_name, shard_name
 from megatrain_ray.trainer import Trainer
+from megatrain_ray.training_run import TrainingRun
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 from tests.runs.test_crew import SHAPES, losses_of, run_spec, started
 from tests.support.in_process import actors_as_threads
@@ -94,7 +96,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
         seen["inspected"] = inspect_run(placed)[0]
         seen["examined"] = [str(finding) for finding in examine(placed) if finding.topic == "pages"]
 
-    _LookingTrainer(settings(placed, model, NODES), look).train()
+    _LookingRun(settings(placed, model, NODES), look).run()
     first, second = (Home((k,), str(cpu), (0,)) for k, cpu in enumerate(CPUS))
     plan = plan_of(placed)
     assert (plan.shards.homes, plan.shards.num_threads) == ((first, second), 1)
@@ -130,7 +132,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
         seen["slab"] = policies_of(crew.pids[gpu_name(1)])[SLAB]
         seen["inspected"] = inspect_run(tmp_path / "run")[0]
 
-    _LookingTrainer(tree, look).train()
+    _LookingRun(tree, look).run()
     assert seen["threads"] == {GPU: {str(CPUS[1])}, gpu_name(1): {str(CPUS[0])}}
     assert seen["slab"] == {"prefer:0"}, "as the first one asked"
     for name in (GPU, gpu_name(1)):
@@ -163,7 +165,7 @@ def test_what_the_kernel_refuses_is_one_warning(
     """
     tree = settings(tmp_path / "run", model, NODES)
     tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
-    assert _ElsewhereTrainer(args=tree).train().global_step == 3
+    assert _ElsewhereRun(TrainConfig.model_validate(tree)).run().global_step == 3
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     [warning] = [line for line in warnings if "mbind" in line]
     assert warning.startswith("warning: the kernel does not take memory from node 60 (mbind: Invalid argument), so ")
@@ -171,15 +173,15 @@ def test_what_the_kernel_refuses_is_one_warning(
     assert "; threads cannot be kept on CPUs 8000: " in warning, "of the second GPU worker"
 
 
-class _LookingTrainer(Trainer):
+class _LookingRun(TrainingRun):
     """Calls `look` when all steps are made, while every process still lives."""
 
     def __init__(self, tree: dict[str, Any], look: Callable[[RunContext, WorkerGroup], None]) -> None:
-        super().__init__(args=tree)
+        super().__init__(TrainConfig.model_validate(tree))
         self._at_end = look  # type: ignore[method-assign]
 
 
-class _ElsewhereTrainer(Trainer):
+class _ElsewhereRun(TrainingRun):
     def _prepare(self, *arguments: Any) -> Any:
         run_spec = super()._prepare(*arguments)
         plan = run_spec.plan

@@ -15,7 +15,7 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.start_of_run import tokenize_all
-from megatrain_ray.trainer import compute_logprobs
+from megatrain_ray.training_run import compute_logprobs
 from tests.support.families import FAMILIES
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config

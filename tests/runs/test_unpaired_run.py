@@ -17,7 +17,7 @@ from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.io.batching.corpus import Corpus, open_corpus
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME
 from megatrain_ray.start_of_run import tokenize_all
-from megatrain_ray.trainer import compute_logprobs
+from megatrain_ray.training_run import compute_logprobs
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.support.tiny import as_tensors, build_tiny

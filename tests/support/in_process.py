@@ -28,7 +28,7 @@ from accelerate import init_empty_weights
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megatrain_ray import trainer
+from megatrain_ray import training_run
 from megatrain_ray.crew import placement
 from megatrain_ray.driver import attempts, plan_check
 from megatrain_ray.engine.model import structure
@@ -279,9 +279,9 @@ def actors_as_threads() -> Iterator[None]:
         patch.setattr(gpu_worker, "RankGroup", ThreadRanks)
         patch.setattr(plan_check, "pss_of_run", _unknown_memory)
         patch.setattr(gc, "freeze", lambda: None)  # objects of a run are not those of this process for ever
-        for module in (trainer, attempts):
+        for module in (training_run, attempts):
             patch.setattr(module, "await_end", lambda path: None)  # for this process
-        patch.setattr(trainer, "report_at_end", nullcontext)  # drawing charts takes as long as a short run
+        patch.setattr(training_run, "report_at_end", nullcontext)  # drawing charts takes as long as a short run
         try:
             yield
         finally:
