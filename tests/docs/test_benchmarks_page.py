@@ -38,7 +38,7 @@ def test_a_row_has_the_figures_of_its_raw_file(row: dict[str, str]) -> None:
 
 
 def test_there_are_rows() -> None:
-    assert len(ROWS) == 42
+    assert len(ROWS) == 45
 
 
 def test_every_raw_file_is_named_and_there() -> None:
