@@ -27,7 +27,7 @@ import zstandard
 from tokenizers import models, pre_tokenizers, trainers
 
 from benchmarks.scratch import memory
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.io.batching.batch_stream import BatchStream

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from megatrain_ray.config.groups import DataConfig, HeldOutConfig
+from megatrain_ray.config.data_groups import DataConfig, HeldOutConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
+from megatrain_ray.config.data_groups import DataConfig
+from megatrain_ray.config.groups import NodeConfig, Settings
 from megatrain_ray.config.objective_checks import objective_disagreements, rollout_disagreements
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.urls import is_url

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain_ray.config.groups import DataConfig, Settings
+from megatrain_ray.config.data_groups import DataConfig
+from megatrain_ray.config.groups import Settings
 from megatrain_ray.config.train_groups import LABELLED, OptimizationConfig, RolloutsConfig
 from megatrain_ray.config.values import listed, weight_of
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from megatrain_ray.config.checks import disagreements
-from megatrain_ray.config.groups import DataConfig, Settings
+from megatrain_ray.config.data_groups import DataConfig
+from megatrain_ray.config.groups import Settings
 from megatrain_ray.config.problem_lines import describe_problems
 from megatrain_ray.config.values import epochs_of, exact, with_commits
 from megatrain_ray.errors import ConfigError

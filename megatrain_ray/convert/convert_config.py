@@ -16,17 +16,9 @@ from typing import Any
 from megatrain_ray.config.objective_checks import KIND_OF_OBJECTIVE
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, read_settings
+from megatrain_ray.convert.conversions import RefusedError, names
 from megatrain_ray.convert.images import IMAGE_TEMPLATES, set_stream, translate_images
-from megatrain_ray.convert.key_tables import (
-    DataSetRules,
-    Findings,
-    RefusedError,
-    Table,
-    apply,
-    by_reason,
-    load_table,
-    names,
-)
+from megatrain_ray.convert.key_tables import DataSetRules, Findings, Table, apply, by_reason, load_table
 from megatrain_ray.convert.preferences import translate_preferences
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError

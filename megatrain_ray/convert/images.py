@@ -7,7 +7,8 @@ from typing import Any
 
 from megatrain_ray.config.checks import KINDS_OF_KEY
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.convert.key_tables import Findings, RefusedError, Table
+from megatrain_ray.convert.conversions import RefusedError
+from megatrain_ray.convert.key_tables import Findings, Table
 from megatrain_ray.errors import ConfigError
 
 FREEZING_IMAGES = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_mm_modules")

@@ -13,7 +13,7 @@ from megatrain_ray.config.checks import KINDS_OF_KEY
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.other_tools import RESOLVED_KEYS
 from megatrain_ray.config.yaml_file import override
-from megatrain_ray.convert.key_tables import EVERY_LINEAR
+from megatrain_ray.convert.conversions import EVERY_LINEAR
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import PLAIN, load_chat_template, read_named_template
 

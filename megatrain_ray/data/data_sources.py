@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError, NothingToLearnError
 from megatrain_ray.io.batching.corpus import open_corpus

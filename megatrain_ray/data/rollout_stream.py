@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_sources import cut_source
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.batching.corpus import Fingerprint

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_ray.config.groups import DataConfig, ModelConfig
+from megatrain_ray.config.data_groups import DataConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.data.data_sources import naming_held_out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.images import (
     GRIDS,

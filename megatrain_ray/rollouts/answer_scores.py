@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.rollout_stream import rows_of_answers
 from megatrain_ray.io.batching.corpus import Corpus, Fingerprint
 

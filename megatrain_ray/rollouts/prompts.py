@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.config.values import listed
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import RolloutsConfig
 from megatrain_ray.data.data_sources import naming_held_out

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData
 from megatrain_ray.io.tokens import logprob_files
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, PROGRESS_NAME, LogprobWriter

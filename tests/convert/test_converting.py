@@ -12,8 +12,9 @@ from megatrain_ray.config.other_tools import RESOLVED_KEYS, SECTIONS, TABLES
 from megatrain_ray.config.problem_lines import fields_by_key
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config, read_settings
+from megatrain_ray.convert.conversions import CONVERSIONS
 from megatrain_ray.convert.convert_config import DATA_SETS, convert
-from megatrain_ray.convert.key_tables import CONVERSIONS, load_table
+from megatrain_ray.convert.key_tables import load_table
 from tests.support.other_tools import AXOLOTL, LLAMA_FACTORY, converted, write
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_sources import open_windows
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData
 from megatrain_ray.errors import ConfigError, MegatrainError

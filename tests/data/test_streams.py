@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data import portion_supply
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.make_portion import make_portion

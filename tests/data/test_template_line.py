@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.marks_and_template import describe_template, other_tokenizer
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.trainer import Trainer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.tokens.token_files import read_meta
 from tests.support.disk_faults import DiskCall, Moments, disk_calls

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.data_worker import HeldOutData

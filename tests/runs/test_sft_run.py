@@ -13,7 +13,7 @@ import tokenizers
 import transformers
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.tokens.token_files import IGNORED

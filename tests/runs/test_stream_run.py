@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.make_portion import make_portion
 from megatrain_ray.data.open_streams import open_streams

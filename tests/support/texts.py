@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.io.batching.corpus import Corpus, Fingerprint
 

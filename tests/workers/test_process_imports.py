@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ray import cloudpickle
 
-from megatrain_ray.config.groups import DataConfig, ModelConfig
+from megatrain_ray.config.data_groups import DataConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.crew.actors import GpuActor
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.model.open_model import open_model

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData
 from megatrain_ray.data.tokenize_data import tokenize

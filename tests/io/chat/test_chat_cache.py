@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.corpus import open_corpus

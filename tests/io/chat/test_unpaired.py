@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import check_prompts, open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import LABELS

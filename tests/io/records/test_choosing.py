@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.data.data_worker import count_data, open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.corpus import open_corpus

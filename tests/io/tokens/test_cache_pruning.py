@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.data_groups import DataConfig
 from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, held, mark_used, prune, size_of, without_mark
 from tests.support.texts import tokens_of, write
