@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.driver.logprob_pass import LogprobFolders
+from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.io.batching.corpus import Corpus, open_corpus
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME
 from megatrain_ray.start_of_run import tokenize_all
@@ -25,9 +29,29 @@ from tests.support.tiny import as_tensors, build_tiny
 STEPS = 4
 
 
-def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was_saved(
-    tmp_path: Path, train: Train
-) -> None:
+class Run(NamedTuple):
+    """Holds a finished run, its configuration, and what its command printed."""
+
+    path: Path
+    tree: dict[str, Any]
+    done: CompletedProcess[str]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.path.parent / "run"
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+    def logprobs(self) -> tuple[TrainConfig, DataTokens, LogprobFolders]:
+        """Return the settings with all decided, the tokens, and the log-probabilities that the run computed."""
+        settings, data = tokenize_all(load_config(self.path), 257, self.run_dir, Startup())
+        return settings, data, compute_logprobs(None, settings, data, self.run_dir)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Run:
+    tmp_path = tmp_path_factory.mktemp("unpaired")
     records = [{"prompt": "q" * n, "completion": "ab" * (n % 5 + 1), "label": n % 3 > 0} for n in range(1, 31)]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=2)
@@ -39,13 +63,16 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
         "kind": "unpaired", "path": str(tmp_path / "answers.jsonl"), "eval_fraction": 0.3, "tokenizer": "bytes",
         "seq_len": 100,
     }  # fmt: skip
-    path, run_dir = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    path = write_config(tmp_path / "config.yaml", tree)
     done = train(str(path))
     assert done.returncode == 0, done.stderr
-    first = rows(run_dir)
+    return Run(path, tree, done)
+
+
+def test_what_is_told_of_labelled_answers(run: Run) -> None:
+    first, evaluations, run_dir = rows(run.run_dir), run.evaluations(), run.run_dir
     assert any(row["kl"] > 0 for row in first)
-    assert f"  margin {first[1]['reward_margin']:.3g}  kl {first[1]['kl']:.3g}  norm" in done.stdout
-    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert f"  margin {first[1]['reward_margin']:.3g}  kl {first[1]['kl']:.3g}  norm" in run.done.stdout
     assert [row["step"] for row in evaluations] == [0, 2, 4]
     # The reference is the model before the first update.
     assert evaluations[0]["eval_reward_chosen"] == evaluations[0]["eval_kl"] == 0
@@ -57,22 +84,32 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
     assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in shown
     assert cli_here("report", str(run_dir)).returncode == 0
     assert "KL divergence from the reference" in (run_dir / "report.html").read_text()
-    shown = cli_here("data", str(path)).stdout
+    shown = cli_here("data", str(run.path)).stdout
     assert "── answer 1 of " in shown and ", good: " in shown
 
-    shutil.rmtree(run_dir / "saves" / "step_4")
-    assert train(str(path)).returncode == 0
-    assert losses(run_dir) == [row["loss"] for row in first]
+
+def test_a_run_equals_the_reference_and_goes_on_where_it_was_saved(run: Run, train: Train) -> None:
+    first, last = rows(run.run_dir), run.evaluations()[-1]
+    shutil.rmtree(run.run_dir / "saves" / "step_4")
+    assert train(str(run.path)).returncode == 0
+    assert losses(run.run_dir) == [row["loss"] for row in first]
     with train.actors():
-        alone = cli_here("eval", str(run_dir), "--json")
+        alone = cli_here("eval", str(run.run_dir), "--json")
         assert (alone.returncode, "log-probabilities: " in alone.stderr) == (0, False), alone.stderr
         for key in ("eval_loss", "eval_reward_margin", "eval_kl"):
-            assert json.loads(alone.stdout)[key] == evaluations[-1][key]
-        lines = cli_here("logprobs", str(path), "--json").stdout.splitlines()
-        fewer = cli_here("logprobs", str(path), "--json", "train.objective=apo_zero_unpaired")
+            assert json.loads(alone.stdout)[key] == last[key]
+        settings, data, found = run.logprobs()
+    stream = open_stream(settings.data, data.training, 257, 4, found.training)
+    batches = [as_tensors(stream.next_batch()) for _ in range(STEPS)]
+    assert_equals_reference(run.run_dir, run.tree, run.path.parent / "export", batches)
+
+
+def test_log_probabilities_of_labelled_answers(run: Run, train: Train) -> None:
+    with train.actors():
+        lines = cli_here("logprobs", str(run.path), "--json").stdout.splitlines()
+        fewer = cli_here("logprobs", str(run.path), "--json", "train.objective=apo_zero_unpaired")
         assert fewer.returncode == 0, fewer.stderr
-        settings, data = tokenize_all(load_config(path), 257, run_dir, Startup())
-        found = compute_logprobs(None, settings, data, run_dir)
+        _, data, found = run.logprobs()
     for line, tokens, folder in zip(
         lines, (*data.training, *data.held_out), (*found.training, *found.held_out), strict=True
     ):
@@ -81,15 +118,12 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
         del whole["mismatched"]  # which this objective has no use for, so they are not computed
         assert row.pop("logprobs") != whole.pop("logprobs")
         assert row == whole
-    stream = open_stream(settings.data, data.training, 257, 4, found.training)
-    batches = [as_tensors(stream.next_batch()) for _ in range(STEPS)]
-    assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
 
-    tree["run_dir"] = str(tmp_path / "two")
-    tree["hardware"] |= {"num_gpus": 2}
-    tree["train"] |= {"accumulate": 2}
-    assert train(str(write_config(path, tree))).returncode == 0
-    for row, same in zip(rows(tmp_path / "two"), first, strict=True):
+
+def test_two_gpus_make_the_same_run(run: Run, train: Train, tmp_path: Path) -> None:
+    changes = (f"run_dir={tmp_path / 'two'}", "hardware.num_gpus=2", "train.accumulate=2")
+    assert train(str(run.path), *changes).returncode == 0
+    for row, same in zip(rows(tmp_path / "two"), rows(run.run_dir), strict=True):
         for key in ("loss", "kl", "grad_norm"):
             assert row[key] == pytest.approx(same[key], rel=1e-5, abs=1e-6)
 
