@@ -39,8 +39,8 @@ class CpuEvent:
         self._more_s = more_s
         self._future: Future[None] = Future()
 
-    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
-        timeout_s += self._more_s
+    def synchronize(self) -> None:
+        timeout_s = DEADLINE_S + self._more_s
         try:
             self._future.result(timeout_s)
         except FutureTimeout:

@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain_ray.engine.device.cuda_info import expand_segments, reserved_bytes, total_memory_bytes
-from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
@@ -32,7 +31,7 @@ class CudaEvent:
         self.event = torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
-    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+    def synchronize(self) -> None:
         self.event.synchronize()
 
 

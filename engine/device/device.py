@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.spans import Row, Span, SpanLog
@@ -32,7 +31,7 @@ class Event(Protocol):
 
     at_s: float  # seconds on the virtual clock
 
-    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+    def synchronize(self) -> None:
         """Block the host until the stage has reached this event. Raises what the operation raised."""
 
 

@@ -26,6 +26,7 @@ from megatrain_ray.workers.messages import Progress
 log = logging.getLogger(__name__)
 
 RAYS_OWN = "one of Ray's"  # name of a process that is none of the run's actors
+ERRORS_S = 2.0  # seconds within which the error of a shard arrives after those that followed from it
 
 
 class Supervisor:
@@ -280,12 +281,12 @@ class Supervisor:
             self._record_death(name)
         return MegatrainError(describe_death(name, str(error), could_not_start=error.actor_init_failed))
 
-    def _task_errors(self, within_s: float = 2.0) -> Iterator[Exception]:
+    def _task_errors(self) -> Iterator[Exception]:
         """Yield the errors that tasks raised. That of a shard may arrive after those that followed from it."""
         calls = [role.call for role in (*self._owners, *self._shards) if role.call is not None]
-        done, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
+        done, _ = ray.wait(calls, num_returns=1, timeout=ERRORS_S) if calls else ([], [])
         for call in done:
             try:
-                ray.get(call, timeout=within_s)
+                ray.get(call, timeout=ERRORS_S)
             except Exception as error:
                 yield error

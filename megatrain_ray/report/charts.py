@@ -94,16 +94,16 @@ def stacked_chart(title: str, rows: Sequence[tuple[int, Mapping[str, float]]], u
     return Chart(title, _svg(figure, axes), note)
 
 
-def decimate(points: Sequence[Point], max_buckets: int = MAX_BUCKETS) -> list[Point]:
-    """Return at most 2 * `max_buckets` + 2 of the points, in their order.
+def decimate(points: Sequence[Point]) -> list[Point]:
+    """Return at most 2 * MAX_BUCKETS + 2 of the points, in their order.
 
     These are the lowest and the highest of each bucket, and the first and the last of all.
     """
-    if len(points) <= 2 * max_buckets:
+    if len(points) <= 2 * MAX_BUCKETS:
         return list(points)
     values = np.array([value for _, value in points])
     kept = {0, len(points) - 1}
-    for start, stop in pairwise(_bucket_edges(len(points), max_buckets)):
+    for start, stop in pairwise(_bucket_edges(len(points), MAX_BUCKETS)):
         kept |= {start + int(values[start:stop].argmin()), start + int(values[start:stop].argmax())}
     return [points[k] for k in sorted(kept)]
 

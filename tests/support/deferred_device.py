@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
@@ -52,7 +51,7 @@ class _LateCopy:
     lock: threading.RLock = field(repr=False)
     problem: str | None = None
 
-    def synchronize(self, timeout_s: float = DEADLINE_S) -> None:
+    def synchronize(self) -> None:
         with self.lock:
             while self.target is not None:
                 self.stage.popleft().run()

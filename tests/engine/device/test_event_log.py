@@ -170,7 +170,7 @@ def test_transfers_run_on_threads_of_their_own(tmp_path: Path) -> None:
             class Probe:
                 at_s = 0.0
 
-                def synchronize(self, timeout_s: float = 0.0) -> None:
+                def synchronize(self) -> None:
                     seen.setdefault(stage.value, set()).add(threading.current_thread().name)
 
             probe: Event = Probe()
