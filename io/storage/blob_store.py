@@ -207,7 +207,7 @@ def _transfer(fd: int, call: Callable[[], int]) -> int:
         return call()
 
 
-def _open_direct(path: str, flags: int, folder_fd: int | None) -> int:
+def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666, dir_fd=folder_fd)
     except OSError as error:
