@@ -21,7 +21,9 @@ from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.muon import matrix_parts
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
+from megatrain_ray.engine.plan.schedule import Phase
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
+from megatrain_ray.engine.planner.cost.simulate_step import operations
 from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, logits_bytes
 
 # Bytes that operations between products read and write, as multiples of what autograd keeps of a layer. From one
@@ -92,13 +94,15 @@ class LayerPrices:
     def beside_copies(self) -> float:
         """Return by how much copies slow the updates by the CPU: 0 not at all, 1 as much as copies in both directions.
 
-        Both compete for the host's memory. Under a backward copies run in both directions. Under a forward weights are
-        uploaded, which does not count: 2.28 s per step were measured, 2.27 are predicted with the rate of updates alone
-        (docs/hardware_profile.md). Activations may leave meanwhile.
+        Both compete for the host's memory. Under a backward copies run in both directions; without clipping those
+        updates begin with it, and may outlast it. Under a forward weights are uploaded, which does not count: 2.28 s
+        per step were measured, 2.27 are predicted with the rate of updates alone (docs/hardware_profile.md).
+        Activations may leave meanwhile.
         """
         plan = self._plan
         if plan.step.update_order is UpdateOrder.BACKWARD:
-            return 1.0
+            alone_s = sum(self._update_s(layer, beside_copies=0.0) for layer in self.updated_by_cpu)
+            return min(1.0, self._backwards_s / alone_s) if alone_s else 1.0
         if not plan.host_activation_bytes:
             return 0.0
         sweep_s = sum(self.of_layer("forward", layer) for layer in range(len(plan.layers) - 1))
@@ -107,10 +111,20 @@ class LayerPrices:
 
     def of_update(self, layer: int) -> float:
         """Return the seconds of the layer's update by the CPU."""
-        rate = UPDATE_BYTES * self._profile.updates_per_s(self.beside_copies)
+        return self._update_s(layer, self.beside_copies)
+
+    def _update_s(self, layer: int, beside_copies: float) -> float:
+        rate = UPDATE_BYTES * self._profile.updates_per_s(beside_copies)
         rounds = self._plan.precision.moments == "bf16"
         rounding_bytes = ROUNDING_BYTES * self._plan.layers[layer].num_trained if rounds else 0
         return (self._update_bytes(layer) + rounding_bytes) / self._plan.hosts.num_hosts / rate
+
+    @property
+    def _backwards_s(self) -> float:
+        """Return the seconds of all backwards of a step but those of the head."""
+        layers = [visit.layer for visit in self._basis.one_sweep if visit.phase is Phase.BACKWARD]
+        names = [(name, i) for i in layers for name in operations(Phase.BACKWARD, self._plan.layers[i].activations)]
+        return self._plan.step.num_micro_batches * sum(self.of_layer(name, i) for name, i in names)
 
     def _update_bytes(self, layer: int) -> int:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""

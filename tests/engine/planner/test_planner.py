@@ -447,11 +447,11 @@ def test_a_plan_says_how_many_tokens_hide_the_updates(clip: bool) -> None:
         return plan.prediction.exposed_s["optimizer"] / plan.prediction.step_s
 
     plan = planned(PROFILE, clip=clip)
-    assert waiting(plan) > 0.5
+    assert waiting(plan) > 0.4
     found = re.search(r"would hide behind the (\w+) from about ([\d.]+)k tokens a step on", describe(plan))
     assert found and found[1] == ("forward" if clip else "backward")
     enough = planned(PROFILE, clip=clip, num_micro_batches=round(1000 * float(found[2]) / plan.step.seq_len))
-    assert waiting(enough) < 0.07
+    assert waiting(enough) < 0.1
     assert "would hide" not in describe(planned(PROFILE, clip=clip, num_micro_batches=64))
 
 

@@ -39,8 +39,7 @@ COMPILED_BYTES = 159_000  # that a compiled layer of 7B keeps of a token; 225_00
         (16, 1024, KEEP, False, 1.16, 0.1),
         (24, 1024, KEEP, False, 1.74, 0.1),
         (16, 1024, KEEP, True, 2.22, 0.1),
-        # Predicted too slow. Of these two the updates under the backward decide, whose rate was between 3.7 and 4.4
-        # Gparam/s, and the one predicted for all 7.6B parameters is 4.2.
+        # Predicted 7 and 10 % too slow: updates that outlast the backward are not slowed by copies.
         (24, 1024, KEEP, True, 2.24, 0.2),
         (6, 4096, KEEP, True, 2.21, 0.2),
         # Where it waits for loads it may have had the embedding on the device.
@@ -57,7 +56,7 @@ def test_near_the_feasibility_probe(
     assert prediction.step_s == pytest.approx(measured_s, rel=within)
     together = sum(prediction.compute_s.values()) + sum(prediction.exposed_s.values())
     assert prediction.step_s == pytest.approx(together)
-    assert prediction.bottleneck == ("optimizer" if updates and sequences < 64 else "compute")
+    assert prediction.bottleneck == ("optimizer" if updates and sequences == 16 else "compute")
 
 
 def test_an_update_takes_the_time_of_its_bytes() -> None:
@@ -80,12 +79,15 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
 
 
 def test_activations_that_leave_slow_the_updates_under_the_same_forward() -> None:
-    """Up to half of the link's rate by how many leave; from there on as much as copies in both directions."""
+    """Up to half of the link's rate by how many leave; from there on as much as copies in both directions.
+
+    Without clipping copies run in both directions under the backward, which may be over before the updates.
+    """
     structure, activations = shape()
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
 
-    def prices(boundaries: Tier, *, clip: bool = True) -> tuple[Plan, LayerPrices]:
-        request = replace(REQUEST, clip=clip, num_micro_batches=1)
+    def prices(boundaries: Tier, *, clip: bool = True, number: int = 1) -> tuple[Plan, LayerPrices]:
+        request = replace(REQUEST, clip=clip, num_micro_batches=number)
         candidate = Candidate(OUTER, RECOMPUTE, 3, 2, boundaries=boundaries)
         plan = build_plan(structure, activations, MACHINE, request, candidate)
         return plan, Prices(plan, basis, activations).layers
@@ -94,7 +96,12 @@ def test_activations_that_leave_slow_the_updates_under_the_same_forward() -> Non
     forward_s = sum(leaving.of_layer("forward", layer) for layer in range(len(structure.layers) - 1))
     share = plan.host_boundary_bytes / forward_s / (TYPICAL_GPU.busy_d2h_bytes_per_s / 2)
     assert 0 < share < 1
-    assert (alone.beside_copies, leaving.beside_copies, unclipped.beside_copies) == (0, pytest.approx(share), 1)
+    assert (alone.beside_copies, leaving.beside_copies) == (0, pytest.approx(share))
+    blocks = range(1, len(structure.layers) - 1)
+    backwards_s = sum(alone.of_layer(name, i) for name in ("recompute", "backward") for i in blocks)
+    updates_s = sum(alone.of_update(layer) for layer in range(len(structure.layers)))
+    assert unclipped.beside_copies == pytest.approx(backwards_s / updates_s, rel=0.01)
+    assert prices(Tier.HBM, clip=False, number=4)[1].beside_copies == 1
     slowest = TYPICAL_GPU.adamw_busy_per_s / TYPICAL_GPU.adamw_per_s
     assert alone.of_update(1) / leaving.of_update(1) == pytest.approx(1 - share * (1 - slowest))
     slow_link = replace(TYPICAL_GPU, d2h_busy_bytes_per_s=TYPICAL_GPU.busy_d2h_bytes_per_s * share / 2)
