@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from megatrain_ray.errors import ConfigError
 RewardFunction = Callable[..., Sequence[float | None]]
 
 ANSWER = "answer"  # column that holds the right answer
+GIVEN = ("prompts", "completions", "completion_ids")  # columns that functions get whatever the records have
 # Answers in which math-verify finds a formula by itself: a sentence's last number, or what stands in delimiters.
 SENTENCE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n|\$|\\boxed|\\\(|\\\[")
 MATH_S = 2  # seconds, whole ones: within which a formula is understood or compared; a longer one is wrong
@@ -67,7 +69,24 @@ def _own(reward: str, key: str) -> tuple[str, RewardFunction]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{key}: {module_name} has no function {name}")
+    if missing := _not_taken(function):
+        raise ConfigError(
+            f"{key}: {name} takes no {' or '.join(missing)}; every function gets all columns of the records by their "
+            "names: add **columns to its parameters"
+        )
     return name, function
+
+
+def _not_taken(function: Callable[..., Any]) -> list[str]:
+    """Return those of the columns which all records have that are no parameters of the function."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return []
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    return [column for column in GIVEN if column not in names]
 
 
 def _module(name: str) -> Any:

@@ -21,6 +21,12 @@ import os, time
 def length(prompts, completions, answer, **columns):
     return [len(text) + len(prompt) + right for prompt, text, right in zip(prompts, completions, answer)]
 
+def short(prompts, completions):
+    return [1] * len(completions)
+
+def of_answers(prompts, completions, completion_ids, answer):
+    return answer
+
 def partly(completions, **columns):
     return [None if "skip" in text else 1 for text in completions]
 
@@ -92,12 +98,14 @@ def test_own_functions(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_rewards([f"{name}:length"])["length"](prompts=["ab"], completions=["c"], answer=[10]) == [13]
     for given, message in (
         ("own_rewards:none", "rewards.0: own_rewards has no function none"),
+        ("own_rewards:short", r"rewards.0: short takes no completion_ids; .*: add \*\*columns to its parameters"),
         ("ends.py:f", "rewards.0: ends.py cannot be imported: SystemExit: 3"),
         ("absent.py:f", "rewards.0: no such file: absent.py"),
         ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
     ):
         with pytest.raises(ConfigError, match=message):
             find_rewards([given])
+    assert list(find_rewards(["own_rewards:of_answers"])) == ["of_answers"], "it names every column"
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +126,14 @@ def test_the_process_answers_fails_hangs_and_dies(process: RewardProcess) -> Non
     assert process.names == ("partly", "fails")
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}
     with pytest.raises(
-        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:21\)"
+        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:27\)"
     ):
         answered(process, ["skip"])
     with pytest.raises(
         MegatrainError, match=r"fails failed: ValueError: expected None or finite numbers of at most 3.*1e\+39; mend"
     ):
         answered(process, ["huge"])
-    with pytest.raises(MegatrainError, match=r"fails failed: SystemExit: enough \(.*own_rewards.py:16\)"):
+    with pytest.raises(MegatrainError, match=r"fails failed: SystemExit: enough \(.*own_rewards.py:22\)"):
         answered(process, ["exit"])
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "it goes on after a failure"
     process.ask([""], ["skip"], {"level": [2]})  # by an attempt at a run that ends before the answer
