@@ -68,6 +68,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         "steps",
         f"{plan.step.num_micro_batches} × {plan.step.micro_batch_size}, {plan.step.order.value.replace('_', ' ')}",
     )
+    yield "layers updated last in forward order", str(plan.step.num_updated_late)
     yield "slots", str(len(plan.slots.weights))
     yield "uploads", "parts" if plan.slots.gathered else "whole"
     yield "sums", plan.gradients.sums.value

@@ -36,3 +36,14 @@ def test_what_is_placed_elsewhere_is_named() -> None:
     predicted = f"predicted {before.prediction.step_s:.3g} s a step"
     assert set(told) == {"host memory 1.00 TiB", "layers with state on disk 0", predicted}
     assert told["layers with state on disk 0"] == str(len(now.spilled_layers))
+
+
+def test_another_order_of_updates_than_that_of_an_older_plan_is_named() -> None:
+    now = planned(PROFILE, clip=False)
+    tree = json.loads(now.to_json())
+    late = tree["step"].pop("num_updated_late")
+    assert late
+    before = Plan.from_json(json.dumps(tree))
+    assert before.layer_order == tuple(sorted(now.layer_order, reverse=True))
+    assert not is_same_placement(before, now)
+    assert changes(before, now) == f"layers updated last in forward order 0 → {late}"
