@@ -179,8 +179,10 @@ def read_image(source: Any, folder: Path) -> StoredImage:
             )
         return StoredImage(path.read_bytes(), [str(path.absolute()), *identity])
     except OSError as error:
+        fetched = "; of an object store or the hub only records are fetched, so give bytes there"
         raise RecordError(
-            f"cannot read {path}: {error.strerror} (relative paths start at {folder.absolute()})"
+            f"cannot read {path}: {error.strerror} (relative paths start at {folder.absolute()}"
+            f"{fetched if isinstance(error, FileNotFoundError) else ''})"
         ) from None
 
 

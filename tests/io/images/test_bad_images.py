@@ -86,8 +86,8 @@ GOOD = {
     "other name than format": turns(image(path="grey.gif"), "Q"),
 }  # fmt: skip
 BAD = {
-    "missing": (turns(image(path="no.png"), "Q"), "No such file or directory (relative paths start at FOLDER)"),
-    "folder": (turns(image(path="folder.png"), "Q"), "image 1: cannot read FOLDER/folder.png: Is a directory"),
+    "missing": (turns(image(path="no.png"), "Q"), "No such file or directory (relative paths start at FOLDER; of an o"),
+    "folder": (turns(image(path="folder.png"), "Q"), "Is a directory (relative paths start at FOLDER)"),
     "pipe": (turns(image(path="pipe.png"), "Q"), "image 1: cannot read FOLDER/pipe.png: it is a pipe"),
     "NUL": (turns(image(path="a\0.png"), "Q"), "its name holds a NUL character"),
     "too many bytes": (turns(image(path="large.png"), "Q"), "large.png has 0 MiB, and 0 are the most; make it smaller"),
