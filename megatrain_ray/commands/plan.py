@@ -88,7 +88,8 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
     ):
         problem = planning_problem(settings)
     plan, counts, distills = problem.plan(), list(_known_counts(config)), config.train.objective == "distill"
-    token_bytes = WEIGHT_TYPE.itemsize + (8 * config.train.distillation.top_k + 4 if distills else 0)
+    num_ids = min(config.train.distillation.top_k, problem.source.setting("vocab_size"))
+    token_bytes = WEIGHT_TYPE.itemsize + (8 * num_ids + 4 if distills else 0)
     values = f"{token_bytes} B a token"
     if counts:
         values = format_bytes(token_bytes * sum(count.num_tokens for count in counts))

@@ -73,6 +73,9 @@ def test_a_run_learns_from_a_teacher_and_goes_on_where_it_was_saved(tmp_path: Pa
     shown = f"eval_loss {evaluations[-1]['eval_loss']:.4f}  perplexity {evaluations[-1]['perplexity']:.5g}"
     assert shown in cli_here("inspect", str(run_dir)).stdout
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    planned = (cli_here("plan", str(path), f"train.distillation.top_k={top_k}").stdout for top_k in (257, 5000))
+    all_ids, more = ([line for line in text.splitlines() if line.startswith("teacher ")] for text in planned)
+    assert all_ids == more and len(more) == 1, "no more ids than there are"
 
     shutil.rmtree(run_dir / "saves" / "step_4")
     for records in cache_folder().glob("tokens/*/teacher.bin"):

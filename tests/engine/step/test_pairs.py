@@ -56,6 +56,7 @@ LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
         (Preference("orpo", 0.25), "bf16", False, 1),
         (Preference("dpo", 0.5, label_smoothing=0.1, sft_weight=0.3), "fp32", True, 4),
         (Preference("ipo", 0.5), "bf16", False, 2),
+        (Preference("hinge", 0.5), "fp32", False, 1),
     ],
 )
 def test_it_is_bit_equal(
