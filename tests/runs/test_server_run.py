@@ -72,9 +72,9 @@ def test_the_server_has_the_weights_of_each_step_and_a_run_goes_on_after_its_dea
     server.asked.clear()
     asked = 3 + EVERY * GROUP  # by the check at the start, and in the first sampling
     server.fault = lambda path, count: 500 if path == "/v1/completions" and count > asked else None
-    died = train(dies, "train.rollouts.server.timeout_s=0.5", f"train.rollouts.server.url={server.url}/")
+    died = train(dies, "train.rollouts.server.timeout_s=4", f"train.rollouts.server.url={server.url}/")
     assert died.returncode == 1
-    assert f"{server.url} answered nothing for timeout_s: 0.5, with {EVERY * GROUP} of {EVERY * GROUP}" in died.stderr
+    assert f"{server.url} answered nothing for timeout_s: 4, with {EVERY * GROUP} of {EVERY * GROUP}" in died.stderr
     assert [row["step"] for row in rows(tmp_path / "dies")] == [1, 2]
     refused = train(dies)
     assert (refused.returncode, "/v1/completions: status 500" in refused.stderr) == (2, True), refused.stderr
