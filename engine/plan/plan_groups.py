@@ -70,8 +70,8 @@ class StepShape:
     num_micro_batches: int  # of each GPU
     seq_len: int
     captured: bool = False  # whether forward and backward are one graph, which the device launches at once
-    # In backward order, the number of the first layers whose updates follow those of all others, in forward order: the
-    # next forward needs these first.
+    # In backward order: of the layers that shards update, so many first ones come after all others, in forward order,
+    # in which the next forward needs them.
     num_updated_late: int = 0
 
     @property

@@ -18,8 +18,8 @@
 /* Units are this small so that a unit's room stays in the first-level cache. With units of 2^12 to 2^14 elements, or
  * units saved in one piece, an update on one core took twice as long. */
 static const int64_t UNIT = 1 << 10, STRIP = 1 << 7;
-/* Elements between a strip that is updated and the one that is prefetched then: one core of a Xeon updated 0.96
- * Gparam/s, and 0.86 without prefetching. */
+/* Elements between a strip that is updated and the one that is prefetched then. 16 cores of an H100's host updated 5.7
+ * Gparam/s, with 2^8 or 2^10 elements 5.3 and 5.5, without prefetching 5.0. */
 static const int64_t AHEAD = 1 << 9;
 static const int64_t LINE_BYTES = 64;
 static const int64_t ITEM_UNITS = 32; /* that a thread takes at a time */
@@ -64,7 +64,7 @@ static int64_t part_of(const Update *update, int64_t unit) {
 }
 
 /* The C library's memcpy, with the widest vectors. Behind a pointer, since GCC puts REP MOVS in place of a call whose
- * size it knows to be small: then one core of a Xeon updated 0.66 Gparam/s, and with this 0.86. */
+ * size it knows to be small: then one core of a Xeon updated 0.66 Gparam/s, with this 0.86 (state in its cache). */
 static void *(*volatile c_memcpy)(void *, const void *, size_t) = memcpy;
 
 /* Saves the old contents of elements [from, from + n) of a block of `count` elements that begins at `start`. The

@@ -48,8 +48,8 @@ LAUNCHES = 20
 # took 0.39 ms in the same runs; since then they are 8 parts.
 UPDATE_LAUNCHES = 40
 UPDATE_BYTES = 26  # per parameter where update rates are measured: bf16 gradient, split master, two moments
-# Bytes per parameter that a CPU moves in the time in which it rounds moments to bf16. 16 cores of an H100's host
-# updated 5.9 Gparam/s with such moments, 18 bytes, and 5.0 with 26 (benchmarks/results/2026-11-27_h100_qwen3_30b_*).
+# Bytes per parameter that a CPU moves in the time in which it rounds moments to bf16. 16 cores of an H100's host made
+# 5.5 Gparam/s of 26 bytes and 6.0 of 18 in steps, as if these were 24; alone 5.7 and 7.5, as if they were 20.
 ROUNDING_BYTES = 4
 # Share of the link's rate at which activations that leave slow the updates as much as copies in both directions do.
 # From traces: updates were slowed by 0.37 of the difference at 0.18 of the rate (Llama-3-8B within 25 GiB), by 0.7 to
@@ -94,10 +94,10 @@ class LayerPrices:
     def beside_copies(self) -> float:
         """Return by how much copies slow the updates by the CPU: 0 not at all, 1 as much as copies in both directions.
 
-        Both compete for the host's memory. Under a backward copies run in both directions; without clipping those
-        updates begin with it, and may outlast it. Under a forward weights are uploaded, which does not count: 2.28 s
-        per step were measured, 2.27 are predicted with the rate of updates alone (docs/hardware_profile.md).
-        Activations may leave meanwhile.
+        Both compete for the host's memory. Under a backward copies run in both directions. Without clipping
+        updates begin together with the backward, and may outlast it. Under a forward weights are uploaded, which does
+        not count: 2.28 s per step were measured, 2.27 are predicted with the rate of updates alone
+        (docs/hardware_profile.md). Activations may leave meanwhile.
         """
         plan = self._plan
         if plan.step.update_order is UpdateOrder.BACKWARD:
